@@ -1,0 +1,7 @@
+"""LayerSkip: one causal language model drafts with its early layers and verifies with the rest."""
+
+from layerskip.decoding.engine import Engine, load
+from layerskip.decoding.result import GenerationResult, StreamEvent
+from layerskip.decoding.statistics import Statistics
+
+__all__ = ["Engine", "GenerationResult", "Statistics", "StreamEvent", "load"]

@@ -1,0 +1,1 @@
+"""Draft, verify, accept: the decode loop, its statistics, and the engine that users call."""

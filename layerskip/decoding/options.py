@@ -1,0 +1,148 @@
+"""What of a transformers `GenerationConfig` is honoured, and what is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HONOURED = {
+    "max_new_tokens",
+    "max_length",
+    "eos_token_id",
+    "pad_token_id",
+    "output_scores",
+    "output_logits",
+}
+# They say nothing about the tokens of a decoder-only model.
+WITHOUT_EFFECT = {
+    "_from_model_config",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "transformers_version",
+    "return_dict_in_generate",
+    "disable_compile",
+}
+# `generate` reads them beside do_sample=True, num_beams > 1 or an assistant, which are refused.
+WITHOUT_EFFECT_WHEN_GREEDY = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "length_penalty",
+    "early_stopping",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
+}
+# Values that mean "off" where neither `None`, `False` nor transformers' own default is the only one that does.
+SWITCHED_OFF: dict[str, Any] = {"use_cache": True, "cache_implementation": "dynamic", "min_new_tokens": 0, "guidance_scale": 1}
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """The generation settings of one call.
+
+    Attributes:
+        max_new_tokens: the budget of every row.
+        eos_token_ids: tokens that end a row.
+        pad_token_id: fills finished rows; as in `generate` the first EOS token where none is set.
+        output_scores: return the processed scores of every emitted token.
+        output_logits: return the logits of every emitted token.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    pad_token_id: int | None
+    output_scores: bool
+    output_logits: bool
+
+
+def read_options(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    arguments: dict[str, Any],
+    prompt_tokens: int,
+) -> GenerationOptions:
+    """Returns what a call's generation settings amount to, with the precedence that `generate` gives them.
+
+    Args:
+        model: its `generation_config` fills what the call leaves open.
+        generation_config: the call's own, or `None`.
+        arguments: single `GenerationConfig` fields of the call; they override both.
+        prompt_tokens: the length of the longest prompt, padding included.
+
+    Raises:
+        TypeError: an argument that no `GenerationConfig` has.
+        ValueError: a setting that is not supported, or a length that leaves nothing to generate.
+    """
+    for name in arguments:
+        if name not in vars(GenerationConfig()):
+            raise TypeError(f"{name}={arguments[name]!r} is neither an argument of the engine nor of GenerationConfig.")
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
+    config, _ = model._prepare_generation_config(generation_config, **arguments)
+    _refuse_unsupported(config, arguments)
+    eos = config.eos_token_id
+    eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
+    pad = config.pad_token_id
+    lengths = [model.generation_config.max_length, arguments.get("max_length")]
+    lengths += [] if generation_config is None else [generation_config.max_length]
+    return GenerationOptions(
+        max_new_tokens=_budget(config, all(length is None for length in lengths), prompt_tokens, model),
+        eos_token_ids=frozenset(eos_token_ids),
+        pad_token_id=pad if pad is not None or not eos_token_ids else eos_token_ids[0],
+        output_scores=bool(config.output_scores),
+        output_logits=bool(config.output_logits),
+    )
+
+
+def _refuse_unsupported(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    off = SWITCHED_OFF | GenerationConfig._get_default_generation_params()
+    for name in sorted(set(vars(GenerationConfig())) - HONOURED - WITHOUT_EFFECT):
+        value = vars(config)[name]
+        is_on = value is False if name == "use_cache" else value not in (None, False, off.get(name))
+        # A checkpoint's defaults for sampling or beams change nothing in greedy decoding; a caller's wish would.
+        if not is_on or (name in WITHOUT_EFFECT_WHEN_GREEDY and name not in arguments):
+            continue
+        origin = "in this call" if name in arguments else "in the generation_config"
+        raise ValueError(f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off.")
+
+
+def _budget(config: GenerationConfig, default_length: bool, prompt_tokens: int, model: PreTrainedModel) -> int:
+    """Returns how many tokens each row may emit; `max_length` counts the prompt with its padding, as in `generate`."""
+    for name in ("max_new_tokens", "max_length"):
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}={value!r} must be an integer.")
+    if config.max_new_tokens is not None:
+        if not default_length:
+            warnings.warn(
+                f"max_new_tokens={config.max_new_tokens} takes precedence over max_length={config.max_length}.",
+                stacklevel=2,
+            )
+        budget = config.max_new_tokens
+        name, value = "max_new_tokens", budget
+    elif default_length:
+        limit = model.config.max_position_embeddings
+        budget = min(config.max_length, limit - prompt_tokens)
+        name, value = "max_position_embeddings", limit
+    else:
+        budget = config.max_length - prompt_tokens
+        name, value = "max_length", config.max_length
+    if budget < 1:
+        raise ValueError(
+            f"{name}={value} leaves nothing to generate after a prompt of {prompt_tokens} tokens; it must be larger."
+        )
+    return budget

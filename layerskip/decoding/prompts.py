@@ -1,0 +1,121 @@
+"""What a caller may pass as prompts, and the token ids it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ALLOWED = (
+    "a string, a list of messages ({'role': …, 'content': …}), a list of either, or an integer tensor (batch, tokens)"
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids.
+
+    Attributes:
+        rows: the token ids of each row, without padding.
+        padded: `(batch, tokens)` as the caller gave it; `None` for texts, which are padded on the left when needed.
+    """
+
+    rows: list[list[int]]
+    padded: torch.Tensor | None = None
+
+    def tensor(self, pad_token_id: int | None) -> torch.Tensor:
+        """Returns the prompts as `(batch, tokens)`, in the layout that `generate` would return them in.
+
+        Raises:
+            ValueError: rows of different lengths and no padding token.
+        """
+        if self.padded is not None:
+            return self.padded
+        width = max(len(row) for row in self.rows)
+        if pad_token_id is None and any(len(row) != width for row in self.rows):
+            raise ValueError("pad_token_id=None, but the prompts have different lengths; pass pad_token_id=….")
+        return torch.tensor([[pad_token_id] * (width - len(row)) + row for row in self.rows])
+
+
+def read_prompts(
+    prompts: Any, tokenizer: PreTrainedTokenizerBase | None, attention_mask: Any, vocab_size: int
+) -> Prompts:
+    """Returns the token ids of `prompts`.
+
+    A string is tokenised as it stands, a list of messages goes through the chat template, and a list of either is a
+    batch. A tensor may be padded on either side if `attention_mask` says where.
+
+    Raises:
+        TypeError: prompts of another kind.
+        ValueError: an empty prompt, a missing tokenizer or chat template, a mask that does not fit, or a token id
+            outside the vocabulary.
+    """
+    if isinstance(prompts, torch.Tensor):
+        read = _from_tensor(prompts, attention_mask)
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a tensor of token ids; texts and messages need none.")
+        read = Prompts(_from_texts(prompts, tokenizer))
+    for index, row in enumerate(read.rows):
+        if not row:
+            raise ValueError(f"prompts[{index}] is empty; generation needs at least one token to start from.")
+        for token in (min(row), max(row)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompts[{index}] holds token id {token}; the model's vocabulary is 0 to {vocab_size - 1}."
+                )
+    return read
+
+
+def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:
+    if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"prompts has shape {tuple(ids.shape)} and type {ids.dtype}; allowed: {ALLOWED}.")
+    if attention_mask is None:
+        return Prompts(_not_empty(ids.tolist()), ids)
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
+        raise ValueError(f"attention_mask must be a tensor of the prompts' shape {tuple(ids.shape)}.")
+    rows = []
+    for index, (tokens, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
+        kept = [position for position, seen in enumerate(mask) if seen]
+        if kept and kept[-1] - kept[0] + 1 != len(kept):
+            raise ValueError(f"attention_mask[{index}] has a zero between ones; padding is allowed at the ends only.")
+        rows.append([tokens[position] for position in kept])
+    return Prompts(_not_empty(rows), ids)
+
+
+def _from_texts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    is_conversation = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], dict)
+    batch = [prompts] if isinstance(prompts, str) or is_conversation else prompts
+    if not isinstance(batch, list | tuple):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed: {ALLOWED}.")
+    return [_tokenize(prompt, index, tokenizer) for index, prompt in enumerate(_not_empty(list(batch)))]
+
+
+def _tokenize(prompt: Any, index: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    is_text = isinstance(prompt, str)
+    is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not is_text and not is_messages:
+        raise TypeError(f"prompts[{index}] is a {type(prompt).__name__}; allowed: {ALLOWED}.")
+    if tokenizer is None:
+        raise ValueError("prompts are text, but the engine has no tokenizer; pass Engine(model, tokenizer) or token ids.")
+    if is_text:
+        return list(tokenizer(prompt)["input_ids"])
+    if not prompt:
+        return []
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"prompts[{index}] is a list of messages, but the tokenizer has no chat template; pass a string, or set "
+            "tokenizer.chat_template."
+        )
+    encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _not_empty(batch: list[Any]) -> list[Any]:
+    if not batch:
+        raise ValueError("prompts is empty; pass at least one prompt.")
+    return batch

@@ -1,0 +1,149 @@
+"""What a generation call did, counted where it happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+PHASES = ("prefill", "draft", "verify", "other")
+
+
+@dataclass
+class Tally:
+    """The running counts of one row.
+
+    Attributes:
+        outcomes: how many rounds ended as (drafted, accepted), both counted up to where the output is cut.
+        emitted: new tokens, the one from prefill included.
+        cut: rounds whose own target token was cut away.
+        draft_tokens_processed: drafts that passed the early layers.
+        early_layer_tokens: tokens that passed layers 1..E (all layers where there is no exit).
+        late_layer_tokens: tokens that passed layers E+1..L.
+        padding_tokens: dead tokens that passed the layers beside this row's own.
+        seconds: time that passed while the row was being decoded, by phase.
+    """
+
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    emitted: int = 0
+    cut: int = 0
+    draft_tokens_processed: int = 0
+    early_layer_tokens: int = 0
+    late_layer_tokens: int = 0
+    padding_tokens: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The figures of a call, under the same names in Python and JSON; `per_row` holds them for each row.
+
+    Attributes:
+        strategy: what was done: "self_speculative", "autoregressive" or "early_exit".
+        exit_layer: E, counted from 1; `None` without one.
+        num_draft_tokens: γ, at most how many tokens a round drafts; `None` where nothing is drafted.
+        rounds: R, a draft and its verification each, summed over rows.
+        drafted: drafts, up to where the output is cut.
+        accepted: accepted drafts, likewise.
+        emitted: N, new tokens; each row's first comes from prefill: N = rows + accepted + R − cut.
+        cut: rounds whose own target token was cut away.
+        draft_tokens_processed: D, everything that was processed as a draft.
+        draft_acceptance_rate: accepted / drafted; `None` when nothing was drafted.
+        mean_acceptance_length: (N − rows) / R, tokens per round; `None` when R = 0.
+        acceptance_by_position: for the i-th draft (from 1): rounds that accepted the first i drafts over rounds that
+            drafted at least i.
+        acceptance_histogram: {accepted drafts: rounds}.
+        early_layer_tokens: tokens through layers 1..E: prompt + D + R.
+        late_layer_tokens: tokens through layers E+1..L: prompt + D + R.
+        padding_tokens: dead tokens of the batch, which pass all layers beside these.
+        seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded.
+        decode_tokens_per_second: (N − rows) / seconds without prefill; `None` when nothing followed prefill.
+        per_row: the same for each row.
+    """
+
+    strategy: str
+    exit_layer: int | None
+    num_draft_tokens: int | None
+    rounds: int
+    drafted: int
+    accepted: int
+    emitted: int
+    cut: int
+    draft_tokens_processed: int
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_by_position: tuple[float, ...]
+    acceptance_histogram: dict[int, int]
+    early_layer_tokens: int
+    late_layer_tokens: int
+    padding_tokens: int
+    seconds: dict[str, float]
+    decode_tokens_per_second: float | None
+    per_row: tuple[Statistics, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        tallies: Sequence[Tally],
+        seconds: Counter[str],
+        strategy: str,
+        exit_layer: int | None,
+        num_draft_tokens: int | None,
+        per_row: tuple[Statistics, ...] = (),
+    ) -> Statistics:
+        """Returns the figures of some rows together.
+
+        Args:
+            tallies: one for each row.
+            seconds: of the whole call, by phase; rows that are decoded together share them.
+        """
+        outcomes: Counter[tuple[int, int]] = sum((tally.outcomes for tally in tallies), Counter())
+        rounds = outcomes.total()
+        drafted = sum(drafts * count for (drafts, _), count in outcomes.items())
+        accepted = sum(accepts * count for (_, accepts), count in outcomes.items())
+        emitted = sum(tally.emitted for tally in tallies)
+        decoded = emitted - len(tallies)
+        decode_seconds = sum(seconds[phase] for phase in PHASES if phase != "prefill")
+        histogram: Counter[int] = Counter()
+        for (_, accepts), count in outcomes.items():
+            histogram[accepts] += count
+        return cls(
+            strategy=strategy,
+            exit_layer=exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            rounds=rounds,
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
+            cut=sum(tally.cut for tally in tallies),
+            draft_tokens_processed=sum(tally.draft_tokens_processed for tally in tallies),
+            draft_acceptance_rate=accepted / drafted if drafted else None,
+            mean_acceptance_length=decoded / rounds if rounds else None,
+            acceptance_by_position=acceptance_by_position(outcomes),
+            acceptance_histogram=dict(sorted(histogram.items())),
+            early_layer_tokens=sum(tally.early_layer_tokens for tally in tallies),
+            late_layer_tokens=sum(tally.late_layer_tokens for tally in tallies),
+            padding_tokens=sum(tally.padding_tokens for tally in tallies),
+            seconds={phase: seconds[phase] for phase in PHASES},
+            decode_tokens_per_second=decoded / decode_seconds if rounds and decode_seconds else None,
+            per_row=per_row,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the figures as a dictionary that `json.dumps` takes."""
+        return asdict(self)
+
+
+def acceptance_by_position(outcomes: Counter[tuple[int, int]]) -> tuple[float, ...]:
+    """Returns, for the i-th draft from 1, rounds that accepted the first i drafts / rounds that drafted at least i.
+
+    Args:
+        outcomes: {(drafted, accepted): rounds}.
+    """
+    longest = max((drafted for drafted, _ in outcomes), default=0)
+    rates = []
+    for position in range(1, longest + 1):
+        tried = sum(count for (drafted, _), count in outcomes.items() if drafted >= position)
+        kept = sum(count for (_, accepted), count in outcomes.items() if accepted >= position)
+        rates.append(kept / tried)
+    return tuple(rates)

@@ -1,0 +1,178 @@
+"""A stock causal language model that can stop after any layer and resume there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerskip.model.cache import SharedCache
+from layerskip.model.families import ATTENTION_IMPLEMENTATIONS, SLIDING_ATTENTION, family_of
+from layerskip.model.masks import attention_mask
+from layerskip.model.placement import Placement
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class RotaryTables:
+    """Cosines and sines of all positions of one call, `(1, positions, head size)`, for each layer type."""
+
+    tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def at(self, placement: Placement, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of the two tables for the tokens of a pass: `(rows or 1, width, head size)` each."""
+        cos, sin = self.tables[layer_type]
+        if placement.start is None:
+            return cos[0][placement.positions], sin[0][placement.positions]
+        stop = placement.start + placement.width
+        return cos[:, placement.start : stop], sin[:, placement.start : stop]
+
+
+class LayeredModel:
+    """Runs a transformers causal LM in spans of layers, through its own modules, changing nothing in it.
+
+    `embed`, `run` and `logits` are the whole interface. Layers are counted from 1: `run(hidden, 0, E, …)` executes
+    layers 1..E, and its output is what transformers calls `hidden_states[E]`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wraps `model`.
+
+        Raises:
+            ValueError: a family, setting or attention implementation that is not supported; the message lists what
+                is.
+        """
+        self.model = model
+        self.config = model.config
+        self.family = family_of(self.config)
+        implementation = self.config._attn_implementation
+        if implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise ValueError(
+                f"attn_implementation={implementation!r} is not supported; load the model with one of "
+                f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
+            )
+        self.masks_by_flag = implementation == "sdpa"
+        self.layers = list(self.family.part(model, self.family.layers).children())
+        self.num_layers: int = self.config.num_hidden_layers
+        if len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"config.num_hidden_layers={self.num_layers}, but the model has {len(self.layers)} layers; "
+                "set it back to the number of layers."
+            )
+        self.layer_types = self.family.layer_types(self.config)
+        self.embedding = model.get_input_embeddings()
+        positions = self.family.learned_positions
+        self.position_embedding = None if positions is None else self.family.part(model, positions)
+        self.norm = self.family.part(model, self.family.norm)
+        self.head = model.get_output_embeddings()
+        self.vocab_size: int = self.embedding.num_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.embedding.weight.device
+
+    def check_length(self, tokens: int) -> None:
+        """Checks that `tokens` positions can be held by the model.
+
+        Raises:
+            ValueError: more positions than were learned, or a rotary type whose table depends on the length, past
+                its original length.
+        """
+        limit: int = self.config.max_position_embeddings
+        if self.position_embedding is not None:
+            if tokens > limit:
+                raise ValueError(
+                    f"prompt + max_new_tokens = {tokens} tokens, but the model has learned {limit} positions; "
+                    "shorten the prompt or lower max_new_tokens."
+                )
+            return
+        for name, parameters in self._rope_parameters().items():
+            original = parameters.get("original_max_position_embeddings") or limit
+            if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE and tokens > original:
+                raise ValueError(
+                    f"rope_type={parameters['rope_type']!r} ({name}) changes its table past {original} tokens, which "
+                    f"a shared cache cannot follow; prompt + max_new_tokens = {tokens} must not pass that."
+                )
+
+    def _rope_parameters(self) -> dict[str, dict[str, Any]]:
+        """Returns the rotary settings for each layer type."""
+        parameters = self.config.rope_parameters
+        if self.family.rotary_by_layer_type:
+            return {layer_type: parameters[layer_type] for layer_type in set(self.layer_types)}
+        return dict.fromkeys(self.layer_types, parameters)
+
+    def rotary_tables(self, tokens: int) -> RotaryTables:
+        """Returns the model's own rotary tables for positions `0 .. tokens − 1`; empty where positions are learned."""
+        if self.position_embedding is not None:
+            return RotaryTables({})
+        rotary = self.family.part(self.model, "rotary_emb")
+        like = torch.empty(0, dtype=self.embedding.weight.dtype, device=self.device)
+        positions = torch.arange(tokens, device=self.device).unsqueeze(0)
+        if self.family.rotary_by_layer_type:
+            return RotaryTables({kind: rotary(like, positions, kind) for kind in set(self.layer_types)})
+        return RotaryTables(dict.fromkeys(self.layer_types, rotary(like, positions)))
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden state before layer 1, `(rows, width, hidden)`.
+
+        Args:
+            ids: token ids `(rows, width)`.
+            positions: `(rows or 1, width)`; used by families with learned positions only.
+        """
+        hidden = self.embedding(ids)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding(positions)
+        return hidden
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        start: int,
+        stop: int,
+        *,
+        placement: Placement,
+        cache: SharedCache,
+        rotary: RotaryTables,
+    ) -> torch.Tensor:
+        """Runs layers `start + 1 .. stop` over the tokens of one pass and stores their keys and values.
+
+        Args:
+            hidden: the output of layer `start`, `(rows, width, hidden)`.
+            placement: where the tokens stand.
+            cache: the cache of this call; it must hold all that stands before them.
+            rotary: from `rotary_tables`.
+
+        Returns:
+            The output of layer `stop`, `(rows, width, hidden)`.
+        """
+        cache.place(start, stop, placement)
+        arguments: dict[str, dict[str, Any]] = {}
+        for layer_type in set(self.layer_types[start:stop]):
+            window = self.config.sliding_window if layer_type == SLIDING_ATTENTION else None
+            arguments[layer_type] = {
+                "attention_mask": attention_mask(placement, window, hidden.dtype, self.masks_by_flag),
+                "cache": cache,
+                "use_cache": True,
+            }
+            if rotary.tables:
+                arguments[layer_type]["position_embeddings"] = rotary.at(placement, layer_type)
+        for layer, layer_type in zip(self.layers[start:stop], self.layer_types[start:stop], strict=True):
+            hidden = layer(hidden, **arguments[layer_type])
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the vocabulary logits of hidden states: the model's final norm, head, and soft-cap or scale.
+
+        Args:
+            hidden: the output of any layer before the final norm, `(..., hidden)`.
+
+        Returns:
+            `(..., vocabulary)`, in the model's type.
+        """
+        return self.family.finish_logits(self.head(self.norm(hidden)), self.config)

@@ -1,0 +1,185 @@
+"""Tiny random models with low, partial and full acceptance, and the two oracles that every engine test uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+VOCAB = 97
+PROMPT = [1, 5, 9, 33, 7, 52, 18, 3, 3, 44]
+NUM_LAYERS = 4
+EXIT_LAYER = 2
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """L4: four layers, grouped heads, untied head."""
+    return LlamaConfig(**{**_COMMON, **changes})
+
+
+def qwen3_config(**changes: Any) -> Qwen3Config:
+    """Normed queries and keys; sliding attention in the upper layers, with a window shorter than the prompt."""
+    peculiar = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    return Qwen3Config(**{**_COMMON, **peculiar, **changes})
+
+
+def gemma2_config(**changes: Any) -> Gemma2Config:
+    """Scaled embedding, two kinds of layers, a window shorter than the prompt, a soft-cap that changes the softmax."""
+    peculiar = {"head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}
+    return Gemma2Config(**{**_COMMON, **peculiar, **changes})
+
+
+def gemma3_config(**changes: Any) -> Gemma3TextConfig:
+    """A rotary table for each layer type, a window shorter than the prompt, and a soft-cap."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    peculiar = {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": layer_types,
+        "final_logit_softcapping": 1.0,
+        "query_pre_attn_scalar": 16,
+    }
+    return Gemma3TextConfig(**{**_COMMON, **peculiar, **changes})
+
+
+def gpt2_config(**changes: Any) -> GPT2Config:
+    """Module names of its own, learned positions, attention scaled by the layer's index."""
+    peculiar = {
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": NUM_LAYERS,
+        "n_head": 4,
+        "n_positions": 64,
+        "scale_attn_by_inverse_layer_idx": True,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return GPT2Config(**{**peculiar, **changes})
+
+
+CONFIGS = {
+    "llama": llama_config,
+    "qwen3": qwen3_config,
+    "gemma2": gemma2_config,
+    "gemma3_text": gemma3_config,
+    "gpt2": gpt2_config,
+}
+# How far the weights are blown up from their initial scale, so that greedy output does not repeat one token.
+SPREAD = 8.0
+
+
+def build(config: PreTrainedConfig, seed: int = 0, spread: float = SPREAD, **loading: Any) -> PreTrainedModel:
+    """Returns a random fp32 model in eval mode whose greedy output is varied."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **loading).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(spread)
+    return model
+
+
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """Returns the list of decoder layers."""
+    return model.transformer.h if model.config.model_type == "gpt2" else model.model.layers
+
+
+def scale_late_layers(model: PreTrainedModel, factor: float) -> PreTrainedModel:
+    """Multiplies the outputs of the blocks after the exit by `factor`: 0 gives ID, where exit and model agree, and
+    a fraction gives MIX, where they agree in part."""
+    names = ("o_proj", "down_proj", "c_proj")
+    with torch.no_grad():
+        for layer in layers_of(model)[EXIT_LAYER:]:
+            for name, parameter in layer.named_parameters():
+                if any(part in names for part in name.split(".")):
+                    parameter.mul_(factor)
+                if "post_" in name and "layernorm" in name and model.config.model_type.startswith("gemma"):
+                    # Gemma norms the output of its blocks by 1 + weight, which undoes a factor before it.
+                    parameter.copy_((1 + parameter) * factor - 1)
+    return model
+
+
+def l4(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """L4: an exit that agrees with the model by chance only."""
+    return build(llama_config(**changes), seed)
+
+
+def identical(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """ID: exit 2 equals the full model, so that every draft is accepted."""
+    return scale_late_layers(l4(seed, **changes), 0.0)
+
+
+def mixed(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """MIX: a part of the drafts is accepted."""
+    return scale_late_layers(l4(seed, **changes), 0.3)
+
+
+def prompt_tensor(tokens: list[int] | None = None) -> torch.Tensor:
+    """Returns one row of token ids, `(1, tokens)`."""
+    return torch.tensor([PROMPT if tokens is None else tokens])
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int = 24, **arguments: Any) -> torch.Tensor:
+    """REF: what plain greedy `generate` returns, `(batch, tokens)`."""
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_new_tokens, **arguments}
+    return model.generate(ids, **options)
+
+
+@torch.no_grad()
+def without_cache(model: PreTrainedModel, tokens: list[int], max_new_tokens: int = 24) -> list[int]:
+    """NC: an argmax loop that keeps nothing, the second oracle; returns the new tokens."""
+    ids = list(tokens)
+    for _ in range(max_new_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(tokens) :]
+
+
+@dataclass
+class LayerCounts:
+    """Tokens (rows × width) that passed each layer, counted by hooks."""
+
+    tokens: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def counted_layers(model: PreTrainedModel) -> Iterator[LayerCounts]:
+    """Counts the tokens that pass every layer while the block runs."""
+    counts = LayerCounts([0] * NUM_LAYERS)
+
+    def count(index: int) -> Any:
+        def hook(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            counts.tokens[index] += arguments[0].shape[0] * arguments[0].shape[1]
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(count(index)) for index, layer in enumerate(layers_of(model))]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
