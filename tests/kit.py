@@ -183,3 +183,28 @@ def counted_layers(model: PreTrainedModel) -> Iterator[LayerCounts]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def rejected(family: str) -> PreTrainedModel:
+    """A Llama or Gemma2 of which no exit ever agrees with the full model."""
+    seed = {"llama": 11, "gemma2": 10}[family]
+    return scale_late_layers(build(CONFIGS[family](), seed), 3.0)
+
+
+def graded(family: str, grade: str) -> PreTrainedModel:
+    """Returns a model of a family whose exit 2 is right never ("none"), sometimes ("some") or always ("all")."""
+    if grade == "none":
+        return rejected(family)
+    return scale_late_layers(build(CONFIGS[family]()), {"some": 0.3, "all": 0.0}[grade])
+
+
+def truncated(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """Returns a copy of a model that ends after `num_layers` layers, with the same norm and head."""
+    settings = model.config.to_dict()
+    settings["n_layer" if model.config.model_type == "gpt2" else "num_hidden_layers"] = num_layers
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"][:num_layers]
+    config = type(model.config).from_dict(settings)
+    short = AutoModelForCausalLM.from_config(config, attn_implementation=model.config._attn_implementation).eval()
+    short.load_state_dict({name: model.state_dict()[name] for name in short.state_dict()})
+    return short

@@ -156,7 +156,8 @@ class DecodeLoop:
                 [(draft[-1] if draft else row.tokens[-1]) if alive else 0]
                 for row, draft, alive in zip(self.active, drafts, live, strict=True)
             ]
-            placement = Placement.of([start + step for start in starts], live, 1, self.scratch, self.model.device)
+            ends = [start + min(step, len(draft) + 1) for start, draft in zip(starts, drafts, strict=True)]
+            placement = Placement.of(ends, live, 1, self.scratch, self.model.device)
             states.append(self._run(self._embed(tokens, placement), 0, self.settings.draft_layers, placement))
             drafting = [
                 index

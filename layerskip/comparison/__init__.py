@@ -1,0 +1,1 @@
+"""Quality per exit, audits, measurements and plots."""

