@@ -4,7 +4,7 @@
     python inference/demo.py --model PATH_OR_ID --exit-layer 8 --num-draft-tokens 4
 
 Without --model it fetches SmolLM2-135M-Instruct once (about 90 MB): a dequantised 4-bit (Q4_1) copy, which was not
-trained for early exits. Drafted and accepted tokens are green on a terminal. Both strategies answer every prompt in
+trained for early exits. Both strategies answer every prompt in
 turn, and their tokens are compared.
 """
 
@@ -21,7 +21,6 @@ from layerskip import demo
 from layerskip.comparison.audit import first_difference
 from layerskip.comparison.table import format_table
 
-GREEN, PLAIN = "\033[32m", "\033[0m"
 # The exit of a checkpoint that names none: four fifths of its layers, where an untrained model begins to agree.
 UNTRAINED_EXIT = 0.8
 
@@ -55,12 +54,94 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
 
 def show(engine: layerskip.Engine, prompt: Any, options: dict[str, Any]) -> layerskip.GenerationResult:
     """Prints the answer to one prompt as it is accepted, and returns its result."""
-    colours = sys.stdout.isatty()
+    result = None
     for event in engine.stream(prompt, **options):
-        # A round's text is drafts and then the model's own token; their texts are told apart by tokens, not characters.
-        coloured = colours and any(event.accepted)
-        print(f"{GREEN}{event.text}{PLAIN}" if coloured else event.text, end="", flush=True)
-        if event.result is not None:
-            print("\n", flush=True)
-            return event.result
-    raise RuntimeError("the stream ended without a result.")
+        print(event.text, end="", flush=True)
+        result = event.result
+    print("\n", flush=True)
+    if result is None:
+        raise RuntimeError("the stream ended without a result.")
+    return result
+
+
+def compare_tokens(
+    engine: layerskip.Engine, prompt: Any, plain: list[int], speculative: list[int], options: dict[str, Any]
+) -> str:
+    """Returns whether the tokens of both strategies are the same, and if not, whether rounding explains it."""
+    if plain == speculative:
+        return "yes"
+    logits = engine.generate(prompt, strategy="autoregressive", output_logits=True, **options).logits
+    if logits is None:
+        raise RuntimeError("generate returned no logits.")
+    difference = first_difference(plain, speculative, torch.cat(logits), engine.model.dtype)
+    if difference is None:
+        raise RuntimeError("two runs of the same strategy gave different tokens.")
+    kind = "a near tie, settled by rounding" if difference.is_near_tie else "NOT explained by rounding"
+    return f"no: token {difference.position + 1} is {kind} (gap {difference.gap:.3g}, one unit {difference.unit:.3g})"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answers the built-in prompts with both strategies and prints the comparison."""
+    engine = load(arguments)
+    has_template = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
+    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    results: dict[str, list[layerskip.Statistics]] = {"autoregressive": [], "self_speculative": []}
+    same = []
+    for number, text in enumerate(demo.PROMPTS, start=1):
+        prompt = [{"role": "user", "content": text}] if has_template else text
+        if number == 1:
+            for strategy in results:
+                engine.generate(prompt, strategy=strategy, max_new_tokens=8, do_sample=False)
+        print(f"[{number}/{len(demo.PROMPTS)}] {text}\n")
+        speculative = show(engine, prompt, options)
+        plain = engine.generate(prompt, strategy="autoregressive", **options)
+        results["self_speculative"].append(speculative.statistics)
+        results["autoregressive"].append(plain.statistics)
+        tokens = [result.sequences[0, -result.statistics.emitted :].tolist() for result in (plain, speculative)]
+        same.append(compare_tokens(engine, prompt, tokens[0], tokens[1], options))
+    print_summary(results, same)
+
+
+def print_summary(results: dict[str, list[layerskip.Statistics]], same: list[str]) -> None:
+    """Prints one line for each strategy, over all prompts together, and what became of the tokens."""
+    rows: list[list[object]] = []
+    speeds = {}
+    for strategy, runs in results.items():
+        decoded = sum(run.emitted - 1 for run in runs)
+        seconds = sum(sum(run.seconds.values()) - run.seconds["prefill"] for run in runs)
+        rounds, drafted = sum(run.rounds for run in runs), sum(run.drafted for run in runs)
+        speeds[strategy] = decoded / seconds if seconds else None
+        rows.append(
+            [
+                strategy,
+                runs[0].exit_layer,
+                runs[0].num_draft_tokens,
+                speeds[strategy],
+                sum(run.accepted for run in runs) / drafted if drafted else None,
+                decoded / rounds if rounds else None,
+                sum(run.early_layer_tokens for run in runs),
+                sum(run.late_layer_tokens for run in runs),
+            ]
+        )
+    header = ("strategy", "E", "γ", "tokens/s", "acceptance", "tokens/round", "early-layer tokens", "late-layer tokens")
+    print(format_table(header, rows))
+    plain, fast = speeds["autoregressive"], speeds["self_speculative"]
+    if plain and fast:
+        print(f"\nSelf-speculation ran at {fast / plain:.2f}x the speed of autoregressive decoding.")
+    print(f"Identical tokens: {same.count('yes')} of {len(same)} prompts.")
+    for number, outcome in enumerate(same, start=1):
+        if outcome != "yes":
+            print(f"  prompt {number}: {outcome}")
+
+
+def main() -> None:
+    """Runs the program; mistakes of the user end it with status 2 and one line that says what to do."""
+    try:
+        run(parse_arguments())
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

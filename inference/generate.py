@@ -27,7 +27,9 @@ def parse_arguments() -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a text file with one prompt a line")
-    parser.add_argument("--chat", action="store_true", help="send each prompt as a user message through the chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="send each prompt as a user message through the chat template"
+    )
     parser.add_argument("--strategy", default="self_speculative", help="self_speculative, autoregressive or early_exit")
     parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts (default 4)")
@@ -86,12 +88,8 @@ def main() -> None:
     try:
         run(parse_arguments())
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        sys.exit(_failed(error))
-
-
-def _failed(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,8 @@ def transformers_arm(name: str, model: PreTrainedModel, **options: Any) -> Arm:
         clock = TokenClock()
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
         begin = time.perf_counter()
-        sequences = model.generate(
-            ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings, **options
-        )
+        run: Any = model.generate
+        sequences = run(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings, **options)
         end = time.perf_counter()
         first = clock.times[1]
         return Run(sequences[0, ids.shape[1] :].tolist(), first - begin, end - first)

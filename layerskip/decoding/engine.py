@@ -145,7 +145,9 @@ class Engine:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         strategy, exit_layer, num_draft_tokens = self._plan(strategy, exit_layer, num_draft_tokens)
         if any(module.training for module in self.model.modules()):
-            raise ValueError("the model, or a part of it, is in train mode, where its outputs are random; call model.eval().")
+            raise ValueError(
+                "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
+            )
         read = read_prompts(prompts, self.tokenizer, attention_mask, self.layered.vocab_size)
         width = max(len(row) for row in read.rows) if read.padded is None else read.padded.shape[1]
         options = read_options(self.model, generation_config, arguments, width)
@@ -162,7 +164,9 @@ class Engine:
         asked_exit_layer = self._checked_exit_layer(exit_layer)
         asked_num_draft_tokens = _checked_num_draft_tokens(num_draft_tokens)
         if strategy != "self_speculative" and asked_num_draft_tokens is not None:
-            raise ValueError(f"num_draft_tokens={num_draft_tokens} has no meaning with strategy={strategy!r}; leave it out.")
+            raise ValueError(
+                f"num_draft_tokens={num_draft_tokens} has no meaning with strategy={strategy!r}; leave it out."
+            )
         if strategy == "autoregressive":
             if asked_exit_layer is not None:
                 raise ValueError(f"exit_layer={exit_layer} has no meaning with strategy={strategy!r}; leave it out.")

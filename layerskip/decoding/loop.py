@@ -220,9 +220,9 @@ class DecodeLoop:
 
     def _spend(self, **seconds: float) -> None:
         """Books the time of one phase to the call and to every row that took part."""
-        self.seconds.update(seconds)  # type: ignore[arg-type]
+        self.seconds.update(seconds)
         for row in self.active:
-            row.tally.seconds.update(seconds)  # type: ignore[arg-type]
+            row.tally.seconds.update(seconds)
 
     def _roll_back(self) -> None:
         """Cuts the cache to what is settled, and moves finished rows behind the active ones."""

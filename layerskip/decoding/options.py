@@ -47,7 +47,12 @@ WITHOUT_EFFECT_WHEN_GREEDY = {
     "target_lookbehind",
 }
 # Values that mean "off" where neither `None`, `False` nor transformers' own default is the only one that does.
-SWITCHED_OFF: dict[str, Any] = {"use_cache": True, "cache_implementation": "dynamic", "min_new_tokens": 0, "guidance_scale": 1}
+SWITCHED_OFF: dict[str, Any] = {
+    "use_cache": True,
+    "cache_implementation": "dynamic",
+    "min_new_tokens": 0,
+    "guidance_scale": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ def read_options(
             raise TypeError(f"{name}={arguments[name]!r} is neither an argument of the engine nor of GenerationConfig.")
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
-    config, _ = model._prepare_generation_config(generation_config, **arguments)
+    # transformers warns about outputs that are asked for without this; results here always carry them.
+    prepare: Any = model._prepare_generation_config
+    config, _ = prepare(generation_config, **(arguments | {"return_dict_in_generate": True}))
     _refuse_unsupported(config, arguments)
     eos = config.eos_token_id
     eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)

@@ -101,7 +101,9 @@ def _tokenize(prompt: Any, index: int, tokenizer: PreTrainedTokenizerBase | None
     if not is_text and not is_messages:
         raise TypeError(f"prompts[{index}] is a {type(prompt).__name__}; allowed: {ALLOWED}.")
     if tokenizer is None:
-        raise ValueError("prompts are text, but the engine has no tokenizer; pass Engine(model, tokenizer) or token ids.")
+        raise ValueError(
+            "prompts are text, but the engine has no tokenizer; pass Engine(model, tokenizer) or token ids."
+        )
     if is_text:
         return list(tokenizer(prompt)["input_ids"])
     if not prompt:
@@ -111,7 +113,7 @@ def _tokenize(prompt: Any, index: int, tokenizer: PreTrainedTokenizerBase | None
             f"prompts[{index}] is a list of messages, but the tokenizer has no chat template; pass a string, or set "
             "tokenizer.chat_template."
         )
-    encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
 
 

@@ -47,27 +47,19 @@ class SharedCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         placement = self.placement
-        if placement is None:
+        if placement is None or self.keys is None or self.values is None:
             raise RuntimeError("SharedCache.place() must say where the states belong before layers run.")
         rows = key_states.shape[0]
-        keys, values = self.keys[:rows], self.values[:rows]
-        if placement.start is None:
-            index = torch.arange(rows, device=keys.device).unsqueeze(1)
-            keys[index, :, placement.positions] = key_states.transpose(1, 2)
-            values[index, :, placement.positions] = value_states.transpose(1, 2)
-        else:
-            keys[:, :, placement.start : placement.start + placement.width] = key_states
-            values[:, :, placement.start : placement.start + placement.width] = value_states
         self.lengths = placement.ends + self.lengths[rows:]
-        return keys[:, :, : placement.view], values[:, :, : placement.view]
+        return _store(self.keys[:rows], key_states, placement), _store(self.values[:rows], value_states, placement)
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         lengths = list(self.lengths)
         lengths[first], lengths[second] = lengths[second], lengths[first]
         self.lengths = tuple(lengths)
-        if self.is_initialized:
-            for buffer in (self.keys, self.values):
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
                 buffer[[first, second]] = buffer[[second, first]]
 
     def get_seq_length(self) -> int:
@@ -81,6 +73,16 @@ class SharedCacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many slots a pass of `query_length` tokens reads, and the first of them."""
         return self.get_seq_length() + query_length, 0
+
+
+def _store(buffer: torch.Tensor, states: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Writes states into their slots of a buffer and returns the view of it that attention reads."""
+    if placement.start is None:
+        rows = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
+        buffer[rows, :, placement.positions] = states.transpose(1, 2)
+    else:
+        buffer[:, :, placement.start : placement.start + placement.width] = states
+    return buffer[:, :, : placement.view]
 
 
 class SharedCache(Cache):

@@ -120,7 +120,9 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise ValueError(f"model_type={config.model_type!r} is not supported; supported families: {supported}.")
     refused = family.refuses(config)
     if refused is not None:
-        raise ValueError(f"{refused} is not supported for model_type={config.model_type!r}: it is not a causal decoder.")
+        raise ValueError(
+            f"{refused} is not supported for model_type={config.model_type!r}: it is not a causal decoder."
+        )
     unknown = set(family.layer_types(config)) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown:
         raise ValueError(

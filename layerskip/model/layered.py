@@ -48,7 +48,7 @@ class LayeredModel:
                 is.
         """
         self.model = model
-        self.config = model.config
+        self.config: Any = model.config
         self.family = family_of(self.config)
         implementation = self.config._attn_implementation
         if implementation not in ATTENTION_IMPLEMENTATIONS:
@@ -65,17 +65,18 @@ class LayeredModel:
                 "set it back to the number of layers."
             )
         self.layer_types = self.family.layer_types(self.config)
-        self.embedding = model.get_input_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
         positions = self.family.learned_positions
         self.position_embedding = None if positions is None else self.family.part(model, positions)
         self.norm = self.family.part(model, self.family.norm)
-        self.head = model.get_output_embeddings()
-        self.vocab_size: int = self.embedding.num_embeddings
+        self.head: Any = model.get_output_embeddings()
+        self.vocab_size: int = self.config.vocab_size
 
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return self.embedding.weight.device
+        device: torch.device = self.embedding.weight.device
+        return device
 
     def check_length(self, tokens: int) -> None:
         """Checks that `tokens` positions can be held by the model.

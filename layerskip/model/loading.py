@@ -49,7 +49,7 @@ def load_model(
     family_of(config)
     if attn_implementation is not None:
         where["attn_implementation"] = attn_implementation
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **where)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **where)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where.pop("attn_implementation", None)

@@ -167,9 +167,7 @@ def test_bf16_differs_from_generate_at_near_ties_only(family: str) -> None:
         ids = kit.prompt_tensor()
         reference, logits = _in_bf16(model, ids, max_new_tokens=24)
         result = Engine(model, exit_layer=2).generate(ids, max_new_tokens=24)
-        difference = first_difference(
-            reference, result.sequences[0, ids.shape[1] :].tolist(), logits, torch.bfloat16
-        )
+        difference = first_difference(reference, result.sequences[0, ids.shape[1] :].tolist(), logits, torch.bfloat16)
         assert difference is None or difference.is_near_tie, f"seed {seed}: {difference}"
         compared += 24 if difference is None else difference.position
     assert compared > 100
@@ -191,9 +189,7 @@ def test_the_bf16_audit_flags_a_corrupted_cache_row(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(SharedCacheLayer, "update", corrupted)
             result = Engine(model, exit_layer=2).generate(ids, max_new_tokens=24)
-        difference = first_difference(
-            reference, result.sequences[0, ids.shape[1] :].tolist(), logits, torch.bfloat16
-        )
+        difference = first_difference(reference, result.sequences[0, ids.shape[1] :].tolist(), logits, torch.bfloat16)
         assert difference is not None
         flagged += not difference.is_near_tie
     assert flagged == 4

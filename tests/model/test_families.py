@@ -59,7 +59,7 @@ def exit_state(layered: LayeredModel, ids: torch.Tensor, exit_layer: int) -> tor
 def exit_logits(
     model: PreTrainedModel, ids: torch.Tensor, exit_layer: int, mistake: Mistake | None = None
 ) -> torch.Tensor:
-    """Returns the exit head's logits, `(rows, width, vocabulary)`, from a wrapper that makes a `mistake` if given one."""
+    """Returns the exit head's logits, `(rows, width, vocabulary)`, from a wrapper that makes `mistake`, if given."""
     layered = LayeredModel(model)
     if mistake is not None:
         mistake(layered)
@@ -371,12 +371,12 @@ def test_an_encoder_decoder_model_is_refused_by_name() -> None:
 
 
 def test_bidirectional_attention_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="use_bidirectional_attention=True .*gemma3_text"):
+    with pytest.raises(ValueError, match=r"use_bidirectional_attention=True .*gemma3_text"):
         Engine(kit.build(kit.gemma3_config(use_bidirectional_attention=True)))
 
 
 def test_cross_attention_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="add_cross_attention=True .*gpt2"):
+    with pytest.raises(ValueError, match=r"add_cross_attention=True .*gpt2"):
         Engine(kit.build(kit.gpt2_config(add_cross_attention=True, is_decoder=True)))
 
 
