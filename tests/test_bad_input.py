@@ -54,10 +54,10 @@ def model(shared_model: PreTrainedModel, expected: torch.Tensor) -> Iterator[Pre
     before = state_of(shared_model)
     yield shared_model
     assert state_of(shared_model) == before
-    assert torch.equal(kit.reference(shared_model, kit.prompt_tensor()), expected)
-    assert torch.equal(
-        Engine(shared_model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=24).sequences, expected
-    )
+    again = expected[:, : len(kit.PROMPT) + 3]
+    assert torch.equal(kit.reference(shared_model, kit.prompt_tensor(), max_new_tokens=3), again)
+    result = Engine(shared_model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=3)
+    assert torch.equal(result.sequences, again)
 
 
 def state_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -271,7 +271,6 @@ def test_other_rotary_types_go_as_far_as_transformers_lets_them() -> None:
         ({"max_new_tokens": 0}, ValueError, ["max_new_tokens", "0"]),
         ({"max_new_tokens": -1}, ValueError, ["max_new_tokens", "-1"]),
         ({"max_new_tokens": 2.5}, TypeError, ["max_new_tokens=2.5", "integer"]),
-        ({"max_new_tokens": "x"}, TypeError, ["max_new_tokens='x'", "integer"]),
         ({"max_length": 10}, ValueError, ["max_length=10", "prompt of 10 tokens"]),
         ({"max_new_token": 5}, TypeError, ["max_new_token=5", "GenerationConfig"]),
         ({"do_sample": True}, ValueError, ["do_sample=True", "do_sample=False"]),
@@ -356,15 +355,15 @@ def test_what_is_no_causal_language_model(made: Callable[[], Any]) -> None:
         Engine(value)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 @pytest.mark.parametrize("strategy", ["self_speculative", "autoregressive"])
 def test_another_attention_implementation_after_the_engine_was_made(strategy: str, implementation: str) -> None:
     """transformers lets it be switched at any time; masks made for another one would be wrong without a word."""
     model = kit.mixed()
     engine = Engine(model, exit_layer=2)
     model.config._attn_implementation = implementation
-    if implementation == "flex_attention":
-        with refused(model, ValueError, "attn_implementation='flex_attention'", "sdpa", "eager"):
+    if implementation == "flash_attention_2":
+        with refused(model, ValueError, "attn_implementation='flash_attention_2'", "sdpa", "eager"):
             engine.generate(kit.prompt_tensor(), max_new_tokens=24, strategy=strategy)
     else:
         result = engine.generate(kit.prompt_tensor(), max_new_tokens=24, strategy=strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
@@ -131,13 +132,21 @@ def test_names_are_those_of_the_documentation() -> None:
     assert [field.name for field in fields(Statistics)] == [*NAMES, "per_row"]
 
 
+@cache
 def speculate(**arguments: Any) -> Statistics:
     """Returns the statistics of MIX for two prompts, one of which ends early."""
-    model = kit.mixed()
-    rows = torch.stack([kit.prompt_tensor()[0], kit.prompt_tensor()[0].flip(0)])
-    last = kit.reference(model, rows)[1, len(kit.PROMPT) + 7].item()
-    settings = {"max_new_tokens": 24, "eos_token_id": last, "pad_token_id": 0, **arguments}
-    return Engine(model, exit_layer=2, num_draft_tokens=4).generate(rows, **settings).statistics
+    settings = {"max_new_tokens": 24, "eos_token_id": late_token(), "pad_token_id": 0, **arguments}
+    return Engine(kit.mixed(), exit_layer=2, num_draft_tokens=4).generate(two_prompts(), **settings).statistics
+
+
+def two_prompts() -> torch.Tensor:
+    return torch.stack([kit.prompt_tensor()[0], kit.prompt_tensor()[0].flip(0)])
+
+
+@cache
+def late_token() -> int:
+    """Returns the eighth token of MIX's answer to the second prompt."""
+    return int(kit.reference(kit.mixed(), two_prompts(), 8)[1, -1])
 
 
 def test_json_holds_the_same_names_and_figures() -> None:

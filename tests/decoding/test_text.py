@@ -52,12 +52,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def space_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer as Llama 2's: spaces are part of the tokens, and decoding drops a text's first one."""
-    words = ["<unk>", "</s>", "▁Hello", "▁world", "▁", "!", "lo", "▁x", "<0xC3>", "<0xA9>"]
+    words = ["<unk>", "</s>", "▁Hello", "▁world", "▁", "!", "lo", "▁x"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
@@ -171,7 +169,7 @@ def test_special_tokens_are_left_out() -> None:
 @example([[2], [1], [3]])
 @example([[1], [2]])
 @example([[2], [1, 1], [1], [3]])
-@given(blocks_of(st.lists(st.integers(0, 9), max_size=12)))
+@given(blocks_of(st.lists(st.integers(0, 7), max_size=12)))
 def test_pieces_add_up_where_decoding_drops_a_leading_space(blocks: list[list[int]]) -> None:
     """Only the first token of the whole text loses its space, whatever stands before a block, a special token too."""
     tokens = [token for block in blocks for token in block]

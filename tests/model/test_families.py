@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -72,6 +73,16 @@ def own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, use_cache=False).logits
 
 
+@cache
+def shared(family: str, implementation: str | None = None, num_layers: int = kit.NUM_LAYERS) -> PreTrainedModel:
+    """Returns a model for tests that change nothing in it, cut to its first layers if asked."""
+    if num_layers < kit.NUM_LAYERS:
+        return kit.truncated(shared(family, implementation), num_layers)
+    return kit.build(
+        kit.CONFIGS[family](), **({} if implementation is None else {"attn_implementation": implementation})
+    )
+
+
 def batch(rows: int) -> torch.Tensor:
     """Returns `rows` different prompts of the kit's length, `(rows, width)`."""
     return torch.stack([kit.prompt_tensor()[0].roll(row) for row in range(rows)])
@@ -87,17 +98,16 @@ def test_every_family_of_the_table_is_tested_here() -> None:
 def test_exit_logits_equal_those_of_the_model_cut_there(
     family: str, implementation: str, exit_layer: int, rows: int
 ) -> None:
-    model = kit.build(kit.CONFIGS[family](), attn_implementation=implementation)
-    cut = model if exit_layer == kit.NUM_LAYERS else kit.truncated(model, exit_layer)
-    logits = exit_logits(model, batch(rows), exit_layer)
+    logits = exit_logits(shared(family, implementation), batch(rows), exit_layer)
     assert logits.shape == (rows, len(kit.PROMPT), kit.VOCAB)
-    torch.testing.assert_close(logits, own_logits(cut, batch(rows)), rtol=0, atol=1e-5)
+    expected = own_logits(shared(family, implementation, exit_layer), batch(rows))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", list(kit.CONFIGS))
 def test_exit_state_keeps_the_batch_dimension(family: str, rows: int) -> None:
-    model = kit.build(kit.CONFIGS[family]())
+    model = shared(family)
     with torch.no_grad():
         state = exit_state(LayeredModel(model), batch(rows), kit.EXIT_LAYER)
     assert state.shape == (rows, len(kit.PROMPT), model.config.hidden_size)
@@ -106,7 +116,7 @@ def test_exit_state_keeps_the_batch_dimension(family: str, rows: int) -> None:
 @pytest.mark.parametrize("family", list(kit.CONFIGS))
 def test_exit_state_is_the_state_before_the_final_norm(family: str) -> None:
     """transformers norms its last hidden state and no other, so that layer 2 of 4 is the plain one."""
-    model = kit.build(kit.CONFIGS[family]())
+    model = shared(family)
     with torch.no_grad():
         state = exit_state(LayeredModel(model), batch(2), kit.EXIT_LAYER)
         hidden_states = model(batch(2), use_cache=False, output_hidden_states=True).hidden_states
@@ -115,7 +125,7 @@ def test_exit_state_is_the_state_before_the_final_norm(family: str) -> None:
 
 @pytest.mark.parametrize("family", list(kit.CONFIGS))
 def test_a_second_span_resumes_where_the_first_stopped(family: str) -> None:
-    model = kit.build(kit.CONFIGS[family]())
+    model = shared(family)
     layered = LayeredModel(model)
     rows, width = batch(3).shape
     placement = Placement.prompt([width] * rows, layered.device)
@@ -183,7 +193,7 @@ def test_norm_and_head_are_called_as_modules(family: str) -> None:
 @pytest.mark.parametrize("exit_layer", EXITS)
 @pytest.mark.parametrize("family", list(kit.CONFIGS))
 def test_exactly_the_layers_of_a_span_are_called(family: str, exit_layer: int) -> None:
-    model = kit.build(kit.CONFIGS[family]())
+    model = shared(family)
     with kit.counted_layers(model) as counts:
         exit_logits(model, batch(2), exit_layer)
     passed = 2 * len(kit.PROMPT)
@@ -289,6 +299,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
 }
 
 
+@cache
 def vivid(family: str) -> PreTrainedModel:
     """Returns a tiny model whose norms differ from one another, whose attention is not flat and whose head is large."""
     model = kit.build(kit.CONFIGS[family](), spread=20.0)
