@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
 DEFAULT_NUM_DRAFT_TOKENS = 4
+STORED = "config.json's layerskip."
 
 
 class Engine:
@@ -53,7 +54,7 @@ class Engine:
 
         Raises:
             ValueError: a model that is not supported, or a number out of range.
-            TypeError: a number that is none.
+            TypeError: a model or a number that is none.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -144,6 +145,7 @@ class Engine:
     ) -> _Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         strategy, exit_layer, num_draft_tokens = self._plan(strategy, exit_layer, num_draft_tokens)
+        self.layered.check_attention()
         if any(module.training for module in self.model.modules()):
             raise ValueError(
                 "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
@@ -171,8 +173,16 @@ class Engine:
             if asked_exit_layer is not None:
                 raise ValueError(f"exit_layer={exit_layer} has no meaning with strategy={strategy!r}; leave it out.")
             return strategy, None, None
-        chosen = asked_exit_layer or self.exit_layer or self._checked_exit_layer(self.metadata.exit_layer)
-        if chosen is None and self.metadata.compared and strategy == "self_speculative":
+        stored = self.metadata
+        chosen = (
+            asked_exit_layer or self.exit_layer or self._checked_exit_layer(stored.exit_layer, f"{STORED}exit_layer")
+        )
+        if chosen is None and stored.compared and strategy == "self_speculative":
+            if asked_num_draft_tokens is not None:
+                raise ValueError(
+                    f"num_draft_tokens={num_draft_tokens} without exit_layer: the checkpoint says that no exit pays, "
+                    "and nothing would be drafted; pass exit_layer as well, or leave it out."
+                )
             return "autoregressive", None, None
         if chosen is None:
             raise ValueError(
@@ -181,13 +191,15 @@ class Engine:
             )
         if strategy == "early_exit":
             return strategy, chosen, None
-        stored = _checked_num_draft_tokens(self.metadata.num_draft_tokens)
-        return strategy, chosen, asked_num_draft_tokens or self.num_draft_tokens or stored or DEFAULT_NUM_DRAFT_TOKENS
+        wanted = asked_num_draft_tokens or self.num_draft_tokens
+        if wanted is None:
+            wanted = _checked_num_draft_tokens(stored.num_draft_tokens, f"{STORED}num_draft_tokens")
+        return strategy, chosen, wanted or DEFAULT_NUM_DRAFT_TOKENS
 
-    def _checked_exit_layer(self, exit_layer: Any) -> int | None:
+    def _checked_exit_layer(self, exit_layer: Any, name: str = "exit_layer") -> int | None:
         last = self.layered.num_layers - 1
         allowed = f"allowed are 1 to {last} (the model has {last + 1} layers, counted from 1)"
-        return _checked_count("exit_layer", exit_layer, last, allowed)
+        return _checked_count(name, exit_layer, last, allowed)
 
 
 class _Call:
@@ -246,7 +258,7 @@ class _Call:
         per_row = tuple(Statistics.of([row.tally], row.tally.seconds, *settings) for row in rows)
         total = Statistics.of([row.tally for row in rows], self.loop.seconds, *settings, per_row)
         return GenerationResult(
-            sequences=torch.cat([prompts, filled.to(prompts)], dim=1),
+            sequences=torch.cat([prompts.long(), filled.to(prompts.device)], dim=1),
             texts=texts,
             finish_reasons=[str(row.finish_reason) for row in rows],
             statistics=total,
@@ -291,9 +303,9 @@ def _refuse_argument(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is not supported; leave it out.")
 
 
-def _checked_num_draft_tokens(num_draft_tokens: Any) -> int | None:
+def _checked_num_draft_tokens(num_draft_tokens: Any, name: str = "num_draft_tokens") -> int | None:
     allowed = "allowed are whole numbers from 1 on (strategy='autoregressive' drafts nothing)"
-    return _checked_count("num_draft_tokens", num_draft_tokens, None, allowed)
+    return _checked_count(name, num_draft_tokens, None, allowed)
 
 
 def _checked_count(name: str, value: Any, highest: int | None, allowed: str) -> int | None:

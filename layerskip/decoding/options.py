@@ -19,6 +19,7 @@ HONOURED = {
     "output_scores",
     "output_logits",
 }
+WHOLE_NUMBERS = ("max_new_tokens", "max_length", "pad_token_id")
 # They say nothing about the tokens of a decoder-only model.
 WITHOUT_EFFECT = {
     "_from_model_config",
@@ -92,52 +93,78 @@ def read_options(
         TypeError: an argument that no `GenerationConfig` has.
         ValueError: a setting that is not supported, or a length that leaves nothing to generate.
     """
-    for name in arguments:
-        if name not in vars(GenerationConfig()):
-            raise TypeError(f"{name}={arguments[name]!r} is neither an argument of the engine nor of GenerationConfig.")
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
+    for name, value in arguments.items():
+        if name not in vars(GenerationConfig()):
+            raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
+        if name in WHOLE_NUMBERS and value is not None:
+            _check_whole_number(name, value)
     # transformers warns about outputs that are asked for without this; results here always carry them.
     prepare: Any = model._prepare_generation_config
     config, _ = prepare(generation_config, **(arguments | {"return_dict_in_generate": True}))
     _refuse_unsupported(config, arguments)
-    eos = config.eos_token_id
-    eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
-    pad = config.pad_token_id
+    eos_token_ids = _token_ids("eos_token_id", config.eos_token_id)
+    pad_token_id = config.pad_token_id
+    if pad_token_id is not None:
+        _check_whole_number("pad_token_id", pad_token_id)
+    elif eos_token_ids:
+        pad_token_id = eos_token_ids[0]
     lengths = [model.generation_config.max_length, arguments.get("max_length")]
     lengths += [] if generation_config is None else [generation_config.max_length]
     return GenerationOptions(
         max_new_tokens=_budget(config, all(length is None for length in lengths), prompt_tokens, model),
         eos_token_ids=frozenset(eos_token_ids),
-        pad_token_id=pad if pad is not None or not eos_token_ids else eos_token_ids[0],
+        pad_token_id=pad_token_id,
         output_scores=bool(config.output_scores),
         output_logits=bool(config.output_logits),
     )
+
+
+def _check_whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer.")
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    """Returns the ids that a setting names: one, several, or none."""
+    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"{name}={value!r} must be an integer or a list of integers.")
+    return ids
 
 
 def _refuse_unsupported(config: GenerationConfig, arguments: dict[str, Any]) -> None:
     off = SWITCHED_OFF | GenerationConfig._get_default_generation_params()
     for name in sorted(set(vars(GenerationConfig())) - HONOURED - WITHOUT_EFFECT):
         value = vars(config)[name]
-        is_on = value is False if name == "use_cache" else value not in (None, False, off.get(name))
-        # A checkpoint's defaults for sampling or beams change nothing in greedy decoding; a caller's wish would.
-        if not is_on or (name in WITHOUT_EFFECT_WHEN_GREEDY and name not in arguments):
+        # `is`, since 0 equals False but is a token id, a factor or a time.
+        is_off = value is None or value is False or (name in off and off[name] is not None and value == off[name])
+        if name == "use_cache":
+            is_off = value is not False
+        if is_off:
             continue
-        origin = "in this call" if name in arguments else "in the generation_config"
-        raise ValueError(f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off.")
+        if name not in WITHOUT_EFFECT_WHEN_GREEDY:
+            origin = "in this call" if name in arguments else "in the generation_config"
+            raise ValueError(
+                f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off."
+            )
+        # A checkpoint's defaults for sampling or beams change nothing in greedy decoding; a caller's wish would.
+        if name in arguments:
+            raise ValueError(f"{name}={value!r} has no effect on greedy decoding, the only kind here; leave it out.")
 
 
 def _budget(config: GenerationConfig, default_length: bool, prompt_tokens: int, model: PreTrainedModel) -> int:
     """Returns how many tokens each row may emit; `max_length` counts the prompt with its padding, as in `generate`."""
-    for name in ("max_new_tokens", "max_length"):
-        value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} must be an integer.")
+    if config.max_new_tokens is not None:
+        _check_whole_number("max_new_tokens", config.max_new_tokens)
+    _check_whole_number("max_length", config.max_length)
     if config.max_new_tokens is not None:
         if not default_length:
             warnings.warn(
                 f"max_new_tokens={config.max_new_tokens} takes precedence over max_length={config.max_length}.",
-                stacklevel=2,
+                stacklevel=5,  # the line that called the engine
             )
         budget = config.max_new_tokens
         name, value = "max_new_tokens", budget

@@ -29,7 +29,8 @@ class GrowingText:
         """Returns the text that these tokens make known; "" while a character is unfinished."""
         self.token_ids += token_ids
         text = self._pending()
-        if text.endswith(REPLACEMENT):
+        # Without text, such as after a special token, the context must not move on: it would be lost.
+        if not text or text.endswith(REPLACEMENT):
             return ""
         self.context, self.shown = self.shown, len(self.token_ids)
         return text

@@ -25,7 +25,6 @@ class SharedCacheLayer(CacheLayerMixin):
         self.rows = rows
         self.capacity = capacity
         self.lengths: tuple[int, ...] = (0,) * rows
-        self.placement: Placement | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the buffers in the shape, type and place of the first keys and values."""
@@ -37,21 +36,17 @@ class SharedCacheLayer(CacheLayerMixin):
         return states.new_zeros((self.rows, states.shape[1], self.capacity, states.shape[3]))
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, placement: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores `(rows, heads, width, head size)` states where the current placement says.
+        """Stores `(rows, heads, width, head size)` states where `placement` says.
 
         Returns:
             Views of the slots that the attention of this pass reads, `(rows, heads, view, head size)`.
         """
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
-        placement = self.placement
-        if placement is None or self.keys is None or self.values is None:
-            raise RuntimeError("SharedCache.place() must say where the states belong before layers run.")
-        rows = key_states.shape[0]
-        self.lengths = placement.ends + self.lengths[rows:]
-        return _store(self.keys[:rows], key_states, placement), _store(self.values[:rows], value_states, placement)
+        self.lengths = placement.ends + self.lengths[len(placement.ends) :]
+        return _store(self.keys, key_states, placement), _store(self.values, value_states, placement)
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
@@ -75,14 +70,17 @@ class SharedCacheLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
 
-def _store(buffer: torch.Tensor, states: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Writes states into their slots of a buffer and returns the view of it that attention reads."""
+def _store(buffer: torch.Tensor | None, states: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Writes states into their slots of the first rows of a buffer and returns the view of it that attention reads."""
+    if buffer is None:
+        raise RuntimeError("the cache layer has no buffers yet.")
+    rows = buffer.narrow(0, 0, states.shape[0])
     if placement.start is None:
-        rows = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
-        buffer[rows, :, placement.positions] = states.transpose(1, 2)
+        index = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
+        rows[index, :, placement.positions] = states.transpose(1, 2)
     else:
-        buffer[:, :, placement.start : placement.start + placement.width] = states
-    return buffer[:, :, : placement.view]
+        rows.narrow(2, placement.start, placement.width).copy_(states)
+    return rows.narrow(2, 0, placement.view)
 
 
 class SharedCache(Cache):
@@ -91,29 +89,47 @@ class SharedCache(Cache):
     Rows have lengths of their own; rolling back sets lengths and moves nothing. Inside a round the early layers may
     stand at other lengths than the late ones. Rows `0 .. rows − 1` passed to the layers are always the first ones of
     the buffers, so that finished rows, swapped to the end, cost nothing.
+
+    Attributes:
+        placement: where the states that the layers are about to store belong; set before every pass.
     """
 
     def __init__(self, num_layers: int, rows: int, capacity: int) -> None:
         """Makes an empty cache of `num_layers` layers for `rows` sequences of at most `capacity` tokens each."""
         self.shared_layers = [SharedCacheLayer(rows, capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.shared_layers))
+        self.rows = rows
         self.capacity = capacity
+        self.placement: Placement | None = None
 
-    def place(self, start: int, stop: int, placement: Placement) -> None:
-        """Says where the states that layers `start + 1 .. stop` are about to store belong."""
-        for layer in self.shared_layers[start:stop]:
-            layer.placement = placement
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the states of one layer at the current placement; layers call this.
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Cuts the first `len(lengths)` rows of every layer to `lengths`; a length never grows by it.
+        Returns:
+            Views of the slots that the attention of this pass reads, `(rows, heads, view, head size)`.
 
         Raises:
-            ValueError: a layer holds fewer tokens than it is to be cut to.
+            RuntimeError: no placement was set.
+        """
+        if self.placement is None:
+            raise RuntimeError("SharedCache.placement must say where the states belong before layers run.")
+        return self.shared_layers[layer_idx].update(key_states, value_states, self.placement)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Cuts the first `len(lengths)` rows of every layer to `lengths`.
+
+        Raises:
+            ValueError: more lengths than rows, or a length that is negative or beyond what a layer holds; nothing has
+                changed then.
         """
         wanted = tuple(lengths)
         for index, layer in enumerate(self.shared_layers):
-            if any(have < want for have, want in zip(layer.lengths, wanted, strict=False)):
-                raise ValueError(f"lengths={wanted} exceed what layer {index + 1} holds: {layer.lengths}.")
+            held = layer.lengths[: len(wanted)]
+            if len(held) < len(wanted) or any(not 0 <= want <= have for have, want in zip(held, wanted, strict=True)):
+                raise ValueError(f"lengths={wanted} do not fit what layer {index + 1} holds: {layer.lengths}.")
+        for layer in self.shared_layers:
             layer.lengths = wanted + layer.lengths[len(wanted) :]
 
     def swap(self, first: int, second: int) -> None:

@@ -18,7 +18,6 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
@@ -65,6 +64,7 @@ class Family:
         rotary_by_layer_type: the rotary module takes the layer type as a third argument.
         layer_types: the attention type of each layer, from the configuration.
         finish_logits: what follows the head (a soft-cap or a scale); it belongs to the exit head as well.
+        attention: the attention implementations that give the family's values.
         refuses: the setting of the configuration that cannot be run, as `name=value`, or `None`.
     """
 
@@ -75,6 +75,7 @@ class Family:
     rotary_by_layer_type: bool = False
     layer_types: Callable[[PreTrainedConfig], tuple[str, ...]] = _all_full
     finish_logits: Callable[[torch.Tensor, PreTrainedConfig], torch.Tensor] = _same_logits
+    attention: tuple[str, ...] = ("sdpa", "eager")
     refuses: Callable[[PreTrainedConfig], str | None] = _nothing_refused
 
     def part(self, model: PreTrainedModel, name: str) -> nn.Module:
@@ -85,7 +86,8 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen3": Family(layer_types=_from_config),
-    "gemma2": Family(layer_types=_from_config, finish_logits=_soft_capped),
+    # sdpa has no soft-cap on attention scores.
+    "gemma2": Family(layer_types=_from_config, finish_logits=_soft_capped, attention=("eager",)),
     "gemma3_text": Family(
         layer_types=_from_config,
         finish_logits=_soft_capped,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerskip.model.cache import SharedCache
-from layerskip.model.families import ATTENTION_IMPLEMENTATIONS, SLIDING_ATTENTION, family_of
+from layerskip.model.families import SLIDING_ATTENTION, family_of
 from layerskip.model.masks import attention_mask
 from layerskip.model.placement import Placement
 
@@ -44,19 +44,15 @@ class LayeredModel:
         """Wraps `model`.
 
         Raises:
-            ValueError: a family, setting or attention implementation that is not supported; the message lists what
-                is.
+            TypeError: something else than a transformers model.
+            ValueError: a family, setting or attention implementation that is not supported, or a model without a
+                language-model head; the message says what is supported.
         """
+        _check_is_causal_lm(model)
         self.model = model
         self.config: Any = model.config
         self.family = family_of(self.config)
-        implementation = self.config._attn_implementation
-        if implementation not in ATTENTION_IMPLEMENTATIONS:
-            raise ValueError(
-                f"attn_implementation={implementation!r} is not supported; load the model with one of "
-                f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
-            )
-        self.masks_by_flag = implementation == "sdpa"
+        self.check_attention()
         self.layers = list(self.family.part(model, self.family.layers).children())
         self.num_layers: int = self.config.num_hidden_layers
         if len(self.layers) != self.num_layers:
@@ -77,6 +73,19 @@ class LayeredModel:
         """Where token ids go."""
         device: torch.device = self.embedding.weight.device
         return device
+
+    def check_attention(self) -> None:
+        """Checks that the model's attention implementation, which can be changed at any time, is one that runs here.
+
+        Raises:
+            ValueError: it is not.
+        """
+        implementation = self.config._attn_implementation
+        if implementation not in self.family.attention:
+            raise ValueError(
+                f"attn_implementation={implementation!r} is not supported for model_type={self.config.model_type!r}; "
+                f"load the model with {' or '.join(map(repr, self.family.attention))}."
+            )
 
     def check_length(self, tokens: int) -> None:
         """Checks that `tokens` positions can be held by the model.
@@ -152,12 +161,13 @@ class LayeredModel:
         Returns:
             The output of layer `stop`, `(rows, width, hidden)`.
         """
-        cache.place(start, stop, placement)
+        cache.placement = placement
+        causal_by_flag = self.config._attn_implementation == "sdpa"
         arguments: dict[str, dict[str, Any]] = {}
         for layer_type in set(self.layer_types[start:stop]):
             window = self.config.sliding_window if layer_type == SLIDING_ATTENTION else None
             arguments[layer_type] = {
-                "attention_mask": attention_mask(placement, window, hidden.dtype, self.masks_by_flag),
+                "attention_mask": attention_mask(placement, window, hidden.dtype, causal_by_flag),
                 "cache": cache,
                 "use_cache": True,
             }
@@ -177,3 +187,16 @@ class LayeredModel:
             `(..., vocabulary)`, in the model's type.
         """
         return self.family.finish_logits(self.head(self.norm(hidden)), self.config)
+
+
+def _check_is_causal_lm(model: object) -> None:
+    from transformers import PreTrainedModel
+
+    wanted = "pass a transformers causal language model, such as AutoModelForCausalLM.from_pretrained(…) returns"
+    if not isinstance(model, PreTrainedModel):
+        base = (
+            "; of a PEFT model take get_base_model(), which keeps its adapters on" if "Peft" in str(type(model)) else ""
+        )
+        raise TypeError(f"model is a {type(model).__name__}, not a transformers model; {wanted}{base}.")
+    if model.get_output_embeddings() is None and not model.config.is_encoder_decoder:
+        raise ValueError(f"model is a {type(model).__name__}, which has no language-model head; {wanted}.")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_TIMEOUT = 10.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -31,61 +32,101 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Returns the model of a local folder or hub id, in eval mode, and its tokenizer (`None` for a folder without one).
 
-    The configuration is read and checked first, so that an unsupported model is refused before its weights are
-    touched.
+    All arguments and the configuration are checked first, so that whatever cannot work is refused before weights are
+    read.
 
     Raises:
-        ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), or a family
-            that is not supported.
+        TypeError: `path_or_id` is neither a string nor a path.
+        ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), a family that
+            is not supported, or a device, type or attention implementation that is not to be had.
     """
-    source = os.fspath(path_or_id)
-    where: dict[str, Any] = {"revision": revision} if revision is not None else {}
-    if Path(source).is_dir():
-        if not Path(source, "config.json").is_file():
-            raise ValueError(f"path_or_id={source!r} is a folder without a model: it has no config.json.")
-    else:
-        where["local_files_only"] = not _hub_has(source, revision)
-    config = AutoConfig.from_pretrained(source, **where)
-    family_of(config)
-    if attn_implementation is not None:
-        where["attn_implementation"] = attn_implementation
-    model: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **where)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    where.pop("attn_implementation", None)
-    has_tokenizer = not Path(source).is_dir() or any(Path(source, name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = AutoTokenizer.from_pretrained(source, **where) if has_tokenizer else None
+    device, dtype = _read_device(device), _read_dtype(dtype)
+    source, revision = _find(path_or_id, revision)
+    # A question on the terminal is no answer to a program: code that a checkpoint brings along is refused.
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        family = family_of(config)
+        if attn_implementation is not None and attn_implementation not in family.attention:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is not supported for model_type={config.model_type!r}; "
+                f"allowed: {', '.join(map(repr, family.attention))}, or None for the family's default."
+            )
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
+        )
+        has_tokenizer = not Path(source).is_dir() or any(Path(source, name).is_file() for name in TOKENIZER_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
+    except OSError as error:
+        raise ValueError(f"path_or_id={os.fspath(path_or_id)!r} cannot be loaded: {error}") from error
     return model.to(device).eval(), tokenizer
 
 
-def _hub_has(name: str, revision: str | None) -> bool:
-    """Returns whether the hub was reached and has the model; `False` for a model in the local cache of the hub.
+def _read_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not to be had here: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _read_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or dtype in DTYPES.values():
+        return dtype
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; allowed are 'auto', {', '.join(map(repr, DTYPES))}.")
+    return DTYPES[dtype]
+
+
+def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None]:
+    """Returns where to load from: a local folder, or a hub id and the revision there.
 
     Raises:
-        ValueError: `name` is a path where nothing is, or no model of that name is to be had.
+        TypeError, ValueError: as `load_model`.
     """
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise TypeError(f"path_or_id={path_or_id!r} is a {type(path_or_id).__name__}; pass a folder or a hub id.")
+    name = os.fspath(path_or_id)
+    if Path(name).is_dir():
+        if not Path(name, "config.json").is_file():
+            raise ValueError(f"path_or_id={name!r} is a folder without a model: it has no config.json.")
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for models on the hub, but path_or_id={name!r} is a folder.")
+        return name, None
     if Path(name).exists():
         raise ValueError(f"path_or_id={name!r} is a file; pass the folder that holds config.json.")
+    if not isinstance(path_or_id, str) or _looks_like_a_path(name):
+        raise ValueError(f"path_or_id={name!r}: there is no such folder; check the path.")
+    return _find_on_hub(name, revision)
+
+
+def _looks_like_a_path(name: str) -> bool:
     parent = Path(name).parent
-    looks_like_a_path = name.startswith((".", "/", "~", "\\")) or (parent != Path(".") and parent.is_dir())
+    if name.startswith((".", "/", "~", "\\")) or (parent != Path(".") and parent.is_dir()):
+        return True
     try:
         validate_repo_id(name)
     except HFValidationError:
-        looks_like_a_path = True
-    if looks_like_a_path:
-        raise ValueError(f"path_or_id={name!r}: there is no such folder; check the path.")
+        return True
+    return False
+
+
+def _find_on_hub(name: str, revision: str | None) -> tuple[str, str | None]:
     try:
         HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ValueError(
-            f"path_or_id={name!r} is neither a local folder nor a model on the hub"
-            f"{'' if revision is None else f' with revision={revision!r}'}."
-        ) from error
+        beside = "" if revision is None else f" with revision={revision!r}"
+        raise ValueError(f"path_or_id={name!r} is neither a local folder nor a model on the hub{beside}.") from error
     except Exception as error:
-        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str):
             raise ValueError(
                 f"path_or_id={name!r} is no local folder, and the hub could not be asked for a model of that name "
                 f"({type(error).__name__}: {error})."
             ) from error
-        return False
-    return True
+        # With the folder itself nothing is looked up, where a hub id would be tried again and again.
+        return str(Path(cached).parent), None
+    return name, revision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -16,21 +17,21 @@ class Placement:
     keeps the batch a rectangle, written to a scratch slot that no live token ever sees.
 
     Attributes:
-        width: tokens per row.
+        starts: the position of the first token of each row.
         live: the number of live tokens of each row.
-        ends: the length of each row once the pass is done.
+        width: tokens per row.
         view: cache slots that the attention of this pass reads: 0 .. view − 1.
-        start: the position of the first token where all rows stand alike and none is dead, else `None`.
-        positions: `(rows, width)`, the position of every token, which is also its cache slot; `(1, width)` where
-            `start` is given.
+        scratch: the slot and position of dead tokens; `None` where all rows stand alike and every token's position
+            follows from the start, dead ones' too.
+        device: where `positions` is made.
     """
 
-    width: int
+    starts: tuple[int, ...]
     live: tuple[int, ...]
-    ends: tuple[int, ...]
+    width: int
     view: int
-    start: int | None
-    positions: torch.Tensor
+    scratch: int | None
+    device: torch.device
 
     @classmethod
     def of(
@@ -41,15 +42,9 @@ class Placement:
         Args:
             scratch: the slot (and position) of dead tokens; it must lie behind every live one.
         """
-        ends = tuple(start + count for start, count in zip(starts, live, strict=True))
-        first = starts[0]
-        if all(start == first for start in starts) and all(count == width for count in live):
-            positions = torch.arange(first, first + width, device=device).unsqueeze(0)
-            return cls(width, tuple(live), ends, first + width, first, positions)
-        offsets = torch.arange(width, device=device)
-        positions = torch.tensor(starts, device=device).unsqueeze(1) + offsets
-        dead = offsets >= torch.tensor(live, device=device).unsqueeze(1)
-        return cls(width, tuple(live), ends, max(ends), None, positions.masked_fill(dead, scratch))
+        alike = all(start == starts[0] for start in starts) and all(count == width for count in live)
+        view = max(start + count for start, count in zip(starts, live, strict=True))
+        return cls(tuple(starts), tuple(live), width, view, None if alike else scratch, device)
 
     @classmethod
     def prompt(cls, lengths: Sequence[int], device: torch.device) -> Placement:
@@ -59,8 +54,27 @@ class Placement:
         overwrite it.
         """
         width = max(lengths)
-        positions = torch.arange(width, device=device).unsqueeze(0)
-        return cls(width, tuple(lengths), tuple(lengths), width, 0, positions)
+        return cls((0,) * len(lengths), tuple(lengths), width, width, None, device)
+
+    @property
+    def start(self) -> int | None:
+        """The position of the first token where all rows stand alike, else `None`."""
+        return self.starts[0] if self.scratch is None else None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The length of each row once the pass is done."""
+        return tuple(start + count for start, count in zip(self.starts, self.live, strict=True))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """The position of every token, its cache slot: `(rows, width)`, or `(1, width)` where all rows stand alike."""
+        if self.scratch is None:
+            return torch.arange(self.starts[0], self.starts[0] + self.width, device=self.device).unsqueeze(0)
+        offsets = torch.arange(self.width, device=self.device)
+        positions = torch.tensor(self.starts, device=self.device).unsqueeze(1) + offsets
+        dead = offsets >= torch.tensor(self.live, device=self.device).unsqueeze(1)
+        return positions.masked_fill(dead, self.scratch)
 
     @property
     def padding(self) -> tuple[int, ...]:

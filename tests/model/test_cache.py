@@ -29,7 +29,7 @@ def store(
     cache: SharedCache, layer: int, placement: Placement, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stores `keys` and the values `−keys` in layer `layer` (from 0), and returns what its attention would read."""
-    cache.place(layer, layer + 1, placement)
+    cache.placement = placement
     return cache.update(keys, -keys, layer)
 
 
@@ -172,22 +172,22 @@ def test_rollback_of_the_first_rows_leaves_the_lengths_of_the_others() -> None:
 
 @pytest.mark.parametrize("lengths", [[7, 6], [6, 7], [6, 100]])
 def test_rollback_that_would_grow_a_row_raises(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"exceed what layer 1 holds: \(6, 6\)"):
+    with pytest.raises(ValueError, match=r"do not fit what layer 1 holds: \(6, 6\)"):
         filled().rollback(lengths)
 
 
 def test_rollback_that_would_grow_only_the_late_layers_raises() -> None:
     """Inside a round they stand behind the early ones; a rollback to the drafts' length comes too soon there."""
     cache = filled(num_layers=3)
-    cache.place(0, 1, Placement.of([6, 6], [1, 1], 1, 7, CPU))
+    cache.placement = Placement.of([6, 6], [1, 1], 1, 7, CPU)
     cache.update(states(2, 1), states(2, 1), 0)
-    with pytest.raises(ValueError, match="exceed what layer 2 holds"):
+    with pytest.raises(ValueError, match="do not fit what layer 2 holds"):
         cache.rollback([7, 7])
 
 
 def test_a_refused_rollback_changes_no_layer() -> None:
     cache = filled(num_layers=3)
-    cache.place(0, 1, Placement.of([6, 6], [1, 1], 1, 7, CPU))
+    cache.placement = Placement.of([6, 6], [1, 1], 1, 7, CPU)
     cache.update(states(2, 1), states(2, 1), 0)
     before = [layer.lengths for layer in cache.shared_layers]
     with pytest.raises(ValueError):
