@@ -11,7 +11,6 @@ turn, and their tokens are compared.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import torch
@@ -20,9 +19,20 @@ import layerskip
 from layerskip import demo
 from layerskip.comparison.audit import first_difference
 from layerskip.comparison.table import format_table
+from layerskip.program import as_chat, model_path, run_program
 
 # The exit of a checkpoint that names none: four fifths of its layers, where an untrained model begins to agree.
 UNTRAINED_EXIT = 0.8
+COLUMNS = (
+    "strategy",
+    "exit_layer",
+    "num_draft_tokens",
+    "tokens/s",
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "early_layer_tokens",
+    "late_layer_tokens",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,14 +50,15 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
     """Returns an engine for the chosen model, saying what it is and which exit it will use."""
     if arguments.model == "demo":
         print(f"Model: {demo.DESCRIPTION}", flush=True)
-        path: str = str(demo.fetch())
-    else:
-        path = arguments.model
     engine = layerskip.load(
-        path, dtype=arguments.dtype, exit_layer=arguments.exit_layer, num_draft_tokens=arguments.num_draft_tokens
+        model_path(arguments.model),
+        dtype=arguments.dtype,
+        exit_layer=arguments.exit_layer,
+        num_draft_tokens=arguments.num_draft_tokens,
     )
     if engine.exit_layer is None and not engine.metadata.compared:
-        engine.exit_layer = round(UNTRAINED_EXIT * engine.layered.num_layers)
+        num_layers = engine.layered.num_layers
+        engine.exit_layer = min(round(UNTRAINED_EXIT * num_layers), num_layers - 1)
         print(f"The checkpoint names no exit layer: it was not trained for early exits. Using {engine.exit_layer}.")
     return engine
 
@@ -80,19 +91,18 @@ def compare_tokens(
     return f"no: token {difference.position + 1} is {kind} (gap {difference.gap:.3g}, one unit {difference.unit:.3g})"
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run() -> None:
     """Answers the built-in prompts with both strategies and prints the comparison."""
+    arguments = parse_arguments()
     engine = load(arguments)
-    has_template = engine.tokenizer is not None and engine.tokenizer.chat_template is not None
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    prompts = as_chat(demo.PROMPTS, engine.tokenizer)
     results: dict[str, list[layerskip.Statistics]] = {"autoregressive": [], "self_speculative": []}
+    for strategy in results:
+        engine.generate(prompts[0], strategy=strategy, max_new_tokens=8, do_sample=False)
     same = []
-    for number, text in enumerate(demo.PROMPTS, start=1):
-        prompt = [{"role": "user", "content": text}] if has_template else text
-        if number == 1:
-            for strategy in results:
-                engine.generate(prompt, strategy=strategy, max_new_tokens=8, do_sample=False)
-        print(f"[{number}/{len(demo.PROMPTS)}] {text}\n")
+    for number, (text, prompt) in enumerate(zip(demo.PROMPTS, prompts, strict=True), start=1):
+        print(f"[{number}/{len(prompts)}] {text}\n")
         speculative = show(engine, prompt, options)
         plain = engine.generate(prompt, strategy="autoregressive", **options)
         results["self_speculative"].append(speculative.statistics)
@@ -123,8 +133,7 @@ def print_summary(results: dict[str, list[layerskip.Statistics]], same: list[str
                 sum(run.late_layer_tokens for run in runs),
             ]
         )
-    header = ("strategy", "E", "γ", "tokens/s", "acceptance", "tokens/round", "early-layer tokens", "late-layer tokens")
-    print(format_table(header, rows))
+    print(format_table(COLUMNS, rows))
     plain, fast = speeds["autoregressive"], speeds["self_speculative"]
     if plain and fast:
         print(f"\nSelf-speculation ran at {fast / plain:.2f}x the speed of autoregressive decoding.")
@@ -134,14 +143,5 @@ def print_summary(results: dict[str, list[layerskip.Statistics]], same: list[str
             print(f"  prompt {number}: {outcome}")
 
 
-def main() -> None:
-    """Runs the program; mistakes of the user end it with status 2 and one line that says what to do."""
-    try:
-        run(parse_arguments())
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import layerskip
-from layerskip import demo
+from layerskip.program import as_chat, model_path, read_lines, run_program
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,21 +39,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Returns the prompts of the command line or file; raises ValueError for a file without any."""
-    if arguments.prompt is not None:
-        return list(arguments.prompt)
-    lines = [line for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"--prompts {arguments.prompts} holds no prompt; write one a line.")
-    return lines
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run() -> None:
     """Loads the model and answers every prompt."""
-    prompts = read_prompts(arguments)
-    path = demo.fetch() if arguments.model == "demo" else arguments.model
-    engine = layerskip.load(path, dtype=arguments.dtype, device=arguments.device)
+    arguments = parse_arguments()
+    texts = arguments.prompt or read_lines(arguments.prompts)
+    engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
+    if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
+        raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
+    prompts = as_chat(texts, engine.tokenizer) if arguments.chat else texts
     options: dict[str, Any] = {
         "strategy": arguments.strategy,
         "exit_layer": arguments.exit_layer,
@@ -62,35 +54,24 @@ def run(arguments: argparse.Namespace) -> None:
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": False,
     }
-    for prompt in prompts:
-        shown: Any = [{"role": "user", "content": prompt}] if arguments.chat else prompt
+    for text, prompt in zip(texts, prompts, strict=True):
         result = None
-        for event in engine.stream(shown, **options):
+        for event in engine.stream(prompt, **options):
             if not arguments.json:
                 print(event.text, end="", flush=True)
             result = event.result
-        if arguments.json and result is not None:
-            emitted = result.statistics.emitted
+        if not arguments.json:
+            print("\n", flush=True)
+        elif result is not None:
             answer = {
-                "prompt": prompt,
-                "text": result.texts and result.texts[0],
-                "token_ids": result.sequences[0, -emitted:].tolist(),
+                "prompt": text,
+                "text": None if result.texts is None else result.texts[0],
+                "token_ids": result.sequences[0, -result.statistics.emitted :].tolist(),
                 "finish_reason": result.finish_reasons[0],
                 "statistics": result.statistics.to_dict(),
             }
-            print(json.dumps(answer), flush=True)
-        else:
-            print("\n")
-
-
-def main() -> None:
-    """Runs the program; mistakes of the user end it with status 2 and one line that says what to do."""
-    try:
-        run(parse_arguments())
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(run)

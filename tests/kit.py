@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -159,21 +160,14 @@ def without_cache(model: PreTrainedModel, tokens: list[int], max_new_tokens: int
     return ids[len(tokens) :]
 
 
-@dataclass
-class LayerCounts:
-    """Tokens (rows × width) that passed each layer, counted by hooks."""
-
-    tokens: list[int] = field(default_factory=list)
-
-
 @contextmanager
-def counted_layers(model: PreTrainedModel) -> Iterator[LayerCounts]:
-    """Counts the tokens that pass every layer while the block runs."""
-    counts = LayerCounts([0] * NUM_LAYERS)
+def counted_layers(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Counts, by hooks, the tokens (rows × width) that pass each layer while the block runs."""
+    counts = [0] * NUM_LAYERS
 
     def count(index: int) -> Any:
         def hook(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-            counts.tokens[index] += arguments[0].shape[0] * arguments[0].shape[1]
+            counts[index] += arguments[0].shape[0] * arguments[0].shape[1]
 
         return hook
 
@@ -208,3 +202,10 @@ def truncated(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     short = AutoModelForCausalLM.from_config(config, attn_implementation=model.config._attn_implementation).eval()
     short.load_state_dict({name: model.state_dict()[name] for name in short.state_dict()})
     return short
+
+
+def word_tokenizer(words: int = 90) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one word, w0, w1, …, for each id; smaller than the model's vocabulary by default."""
+    backend = Tokenizer(models.WordLevel({f"w{token}": token for token in range(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")

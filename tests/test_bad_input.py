@@ -78,7 +78,7 @@ def refused(
     with kit.counted_layers(model) as counts:
         with pytest.raises(error) as refusal:
             yield
-        assert counts.tokens == [0] * kit.NUM_LAYERS
+        assert counts == [0] * kit.NUM_LAYERS
     assert type(refusal.value) in (ValueError, TypeError)
     for part in named:
         assert part in str(refusal.value)

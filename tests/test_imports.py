@@ -173,4 +173,5 @@ def test_the_check_of_loaded_packages_sees_one() -> None:
 
 @pytest.mark.parametrize("folder", ["training", "inference", "configs"])
 def test_folders_of_programs_are_no_packages(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
     assert not list((ROOT / folder).rglob("__init__.py"))

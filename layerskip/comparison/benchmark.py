@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
 from layerskip.model.layered import LayeredModel
@@ -20,19 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One generation: its new tokens, and the seconds up to the first of them and after it."""
+    """One generation: its new tokens, and the seconds up to the first of them and after it.
+
+    Attributes:
+        decoded: tokens that came after the first ones were handed out; `decode_seconds` is what they took.
+    """
 
     token_ids: list[int]
+    decoded: int
     prefill_seconds: float
     decode_seconds: float
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to generate: a name, and a function from prompt ids `(1, tokens)` and a number of new tokens to a `Run`."""
+    """A way to generate.
+
+    Attributes:
+        name: what it is.
+        generate: a function from prompt ids `(1, tokens)` and a number of new tokens to a `Run`.
+        exit_layer: E, where it has one.
+        num_draft_tokens: γ, where it drafts.
+    """
 
     name: str
     generate: Callable[[torch.Tensor, int], Run]
+    exit_layer: int | None = None
+    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,65 +55,77 @@ class Measurement:
     """What was measured for one arm.
 
     Attributes:
-        name: the arm's.
-        tokens_per_second: after the first token, the median over repeats of all prompts together.
+        name, exit_layer, num_draft_tokens: the arm's.
+        decode_tokens_per_second: after the first token, the median over repeats of all prompts together.
         lowest, highest: the same, slowest and fastest repeat.
         ratio: its speed over the first arm's: the median of the ratios of each repeat, since both drift together.
         prefill_seconds: time to the first token, median over prompts and repeats.
         layer_tokens: layers × tokens that were executed for one pass over all prompts, prefill included.
         same_as_first: prompts for which every token is the first arm's.
+        outside_share: share of the time after the first token that is spent outside the calls of embedding, layers,
+            norm and head, on the first prompt.
     """
 
     name: str
-    tokens_per_second: float
+    exit_layer: int | None
+    num_draft_tokens: int | None
+    decode_tokens_per_second: float
     lowest: float
     highest: float
     ratio: float
     prefill_seconds: float
     layer_tokens: int
     same_as_first: int
+    outside_share: float
 
 
 class TokenClock:
-    """A transformers streamer that notes when tokens arrive; its first `put` is the prompt."""
+    """A transformers streamer that notes when tokens arrive, and how many; its first `put` is the prompt."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.arrivals: list[tuple[float, int]] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Notes the time."""
-        self.times.append(time.perf_counter())
+        """Notes the time and the number of tokens."""
+        self.arrivals.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
         """Nothing to do."""
 
 
-def transformers_arm(name: str, model: PreTrainedModel, **options: Any) -> Arm:
-    """Returns the arm that calls `model.generate` greedily with these options and without an end-of-sequence token."""
+def transformers_arm(name: str, model: PreTrainedModel, arm: Arm | None = None, **options: Any) -> Arm:
+    """Returns the arm that calls `model.generate` greedily with these options and without an end-of-sequence token.
+
+    Args:
+        arm: the arm whose exit layer and draft length this one shares.
+    """
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
         clock = TokenClock()
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
-        begin = time.perf_counter()
         run: Any = model.generate
+        begin = time.perf_counter()
         sequences = run(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings, **options)
         end = time.perf_counter()
-        first = clock.times[1]
-        return Run(sequences[0, ids.shape[1] :].tolist(), first - begin, end - first)
+        first, arrived = clock.arrivals[1]
+        tokens = sequences[0, ids.shape[1] :].tolist()
+        return Run(tokens, len(tokens) - arrived, first - begin, end - first)
 
-    return Arm(name, generate)
+    return Arm(name, generate, arm.exit_layer if arm else None, arm.num_draft_tokens if arm else None)
 
 
 def engine_arm(name: str, engine: Engine, **options: Any) -> Arm:
-    """Returns the arm that calls `Engine.generate` with these options and without an end-of-sequence token."""
+    """Returns the arm that calls `Engine.generate` greedily with these options and without an end-of-sequence token."""
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
-        result = engine.generate(ids, max_new_tokens=max_new_tokens, eos_token_id=None, **options)
-        seconds = result.statistics.seconds
-        decode = sum(spent for phase, spent in seconds.items() if phase != "prefill")
-        return Run(result.sequences[0, ids.shape[1] :].tolist(), seconds["prefill"], decode)
+        begin = time.perf_counter()
+        result = engine.generate(ids, do_sample=False, eos_token_id=None, max_new_tokens=max_new_tokens, **options)
+        seconds = time.perf_counter() - begin
+        prefill = result.statistics.seconds["prefill"]
+        tokens = result.sequences[0, ids.shape[1] :].tolist()
+        return Run(tokens, len(tokens) - 1, prefill, seconds - prefill)
 
-    return Arm(name, generate)
+    return Arm(name, generate, options.get("exit_layer"), options.get("num_draft_tokens"))
 
 
 def measure(
@@ -106,38 +133,59 @@ def measure(
 ) -> Iterator[list[Measurement]]:
     """Runs all arms on all prompts, interleaved, and yields the measurements so far after every repeat.
 
-    One pass that is not timed comes first: it warms everything up, counts the layers' work and compares tokens.
+    One pass that is not timed comes first: it warms everything up, counts the layers' work and compares tokens. A
+    progress bar on standard error counts generations.
+
+    Raises:
+        ValueError: fewer than two tokens, which leave nothing to time, or no repeat.
     """
-    work, tokens = [], []
-    for arm in arms:
-        with layer_tokens(model) as counted:
-            tokens.append([arm.generate(ids, max_new_tokens).token_ids for ids in prompts])
-        work.append(counted[0])
-    same = [sum(ours == first for ours, first in zip(mine, tokens[0], strict=True)) for mine in tokens]
-    speeds: list[list[float]] = [[] for _ in arms]
-    prefills: list[list[float]] = [[] for _ in arms]
-    for _ in range(repeats):
-        seconds = [0.0] * len(arms)
-        for ids in prompts:
-            for index, arm in enumerate(arms):
-                run = arm.generate(ids, max_new_tokens)
-                seconds[index] += run.decode_seconds
-                prefills[index].append(run.prefill_seconds)
-        for index, spent in enumerate(seconds):
-            speeds[index].append(len(prompts) * (max_new_tokens - 1) / spent)
-        yield [
-            Measurement(
-                name=arm.name,
-                tokens_per_second=statistics.median(speeds[index]),
-                lowest=min(speeds[index]),
-                highest=max(speeds[index]),
-                ratio=statistics.median(mine / first for mine, first in zip(speeds[index], speeds[0], strict=True)),
-                prefill_seconds=statistics.median(prefills[index]),
-                layer_tokens=work[index],
-                same_as_first=same[index],
-            )
-            for index, arm in enumerate(arms)
-        ]
+    if max_new_tokens < 2:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves nothing to time after the first token; pass 2 or more."
+        )
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} measures nothing; pass 1 or more.")
+    with tqdm(total=len(arms) * len(prompts) * (repeats + 1), unit="generation", desc="warming up") as progress:
+        work, tokens, outside = [], [], []
+        for arm in arms:
+            with layer_tokens(model) as counted:
+                tokens.append([_run(arm, ids, max_new_tokens, progress).token_ids for ids in prompts])
+            work.append(counted[0])
+            outside.append(share_outside_modules(model, arm, prompts[0], max_new_tokens))
+        same = [sum(ours == first for ours, first in zip(mine, tokens[0], strict=True)) for mine in tokens]
+        progress.set_description("measuring")
+        speeds: list[list[float]] = [[] for _ in arms]
+        prefills: list[list[float]] = [[] for _ in arms]
+        for _ in range(repeats):
+            runs: list[list[Run]] = [[] for _ in arms]
+            for ids in prompts:
+                for index, arm in enumerate(arms):
+                    runs[index].append(_run(arm, ids, max_new_tokens, progress))
+            for index, mine in enumerate(runs):
+                speeds[index].append(sum(run.decoded for run in mine) / sum(run.decode_seconds for run in mine))
+                prefills[index] += [run.prefill_seconds for run in mine]
+            yield [
+                Measurement(
+                    name=arm.name,
+                    exit_layer=arm.exit_layer,
+                    num_draft_tokens=arm.num_draft_tokens,
+                    decode_tokens_per_second=statistics.median(speeds[index]),
+                    lowest=min(speeds[index]),
+                    highest=max(speeds[index]),
+                    ratio=statistics.median(mine / first for mine, first in zip(speeds[index], speeds[0], strict=True)),
+                    prefill_seconds=statistics.median(prefills[index]),
+                    layer_tokens=work[index],
+                    same_as_first=same[index],
+                    outside_share=outside[index],
+                )
+                for index, arm in enumerate(arms)
+            ]
+
+
+def _run(arm: Arm, ids: torch.Tensor, max_new_tokens: int, progress: tqdm[Any]) -> Run:
+    run = arm.generate(ids, max_new_tokens)
+    progress.update()
+    return run
 
 
 @contextmanager
@@ -156,33 +204,39 @@ def layer_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
             handle.remove()
 
 
-def share_outside_modules(engine: Engine, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> float:
-    """Returns which share of the rounds' time is spent outside the calls of embedding, layers, norm and head.
-
-    Hooks time those calls, which lengthens what is outside a little.
-    """
-    layered = engine.layered
-    inside = [0.0]
+@contextmanager
+def module_seconds(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Adds up the time inside the embedding, layers, norm and head of `model`, into the one entry of the list."""
+    total = [0.0]
     begun = [0.0]
 
     def begin(module: torch.nn.Module, arguments: Any) -> None:
         begun[0] = time.perf_counter()
 
     def end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        inside[0] += time.perf_counter() - begun[0]
+        total[0] += time.perf_counter() - begun[0]
 
+    layered = LayeredModel(model)
     handles = []
-    for module in (layered.embedding, *layered.layers, layered.norm, layered.head):
+    positions = [] if layered.position_embedding is None else [layered.position_embedding]
+    for module in (layered.embedding, *positions, *layered.layers, layered.norm, layered.head):
         handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
-        events = engine.stream(ids, max_new_tokens=max_new_tokens, eos_token_id=None, **options)
-        next(events)
-        inside[0] = 0.0
-        *_, last = events
+        yield total
     finally:
         for handle in handles:
             handle.remove()
-    if last.result is None:
-        raise RuntimeError("the stream ended without a result.")
-    seconds = last.result.statistics.seconds
-    return 1 - inside[0] / sum(spent for phase, spent in seconds.items() if phase != "prefill")
+
+
+def share_outside_modules(model: PreTrainedModel, arm: Arm, ids: torch.Tensor, max_new_tokens: int) -> float:
+    """Returns which share of the time after the first token an arm spends outside the model's modules.
+
+    The hooks that time the modules lengthen what is outside a little. What a call for one token spends inside them is
+    taken for the prefill's part.
+    """
+    with module_seconds(model) as seconds:
+        arm.generate(ids, 1)
+    prefill = seconds[0]
+    with module_seconds(model) as seconds:
+        run = arm.generate(ids, max_new_tokens)
+    return 1 - (seconds[0] - prefill) / run.decode_seconds

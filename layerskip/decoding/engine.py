@@ -10,9 +10,9 @@ import torch
 
 from layerskip.decoding.loop import DecodeLoop, DecodeSettings
 from layerskip.decoding.options import GenerationOptions, read_options
-from layerskip.decoding.prompts import Prompts, read_prompts
+from layerskip.decoding.plan import Plan, check_exit_layer, check_num_draft_tokens, make_plan
+from layerskip.decoding.prompts import Prompts, inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
-from layerskip.decoding.statistics import Statistics
 from layerskip.decoding.text import GrowingText
 from layerskip.model.layered import LayeredModel
 from layerskip.model.loading import load_model
@@ -20,10 +20,6 @@ from layerskip.model.metadata import Metadata
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
-DEFAULT_NUM_DRAFT_TOKENS = 4
-STORED = "config.json's layerskip."
 
 
 class Engine:
@@ -54,14 +50,14 @@ class Engine:
 
         Raises:
             ValueError: a model that is not supported, or a number out of range.
-            TypeError: a model or a number that is none.
+            TypeError: `model` is no transformers model, or a number is no integer.
         """
         self.model = model
         self.tokenizer = tokenizer
-        self.layered = LayeredModel(model)
+        num_layers = self.layered.num_layers
         self.metadata = Metadata.of(model.config)
-        self.exit_layer = self._checked_exit_layer(exit_layer)
-        self.num_draft_tokens = _checked_num_draft_tokens(num_draft_tokens)
+        self.exit_layer = check_exit_layer(exit_layer, num_layers)
+        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
 
     def generate(
         self,
@@ -103,9 +99,7 @@ class Engine:
         call = self._prepare(
             prompts, attention_mask, strategy, exit_layer, num_draft_tokens, generation_config, arguments
         )
-        for _ in call.loop.blocks():
-            pass
-        return call.result()
+        return call.run()
 
     def stream(
         self,
@@ -129,9 +123,18 @@ class Engine:
         call = self._prepare(
             prompt, attention_mask, strategy, exit_layer, num_draft_tokens, generation_config, arguments
         )
-        if len(call.prompts.rows) != 1:
-            raise ValueError(f"stream takes one prompt, not {len(call.prompts.rows)}; use generate for a batch.")
+        if len(call.loop.rows) != 1:
+            raise ValueError(f"stream takes one prompt, not {len(call.loop.rows)}; use generate for a batch.")
         return call.events()
+
+    @property
+    def layered(self) -> LayeredModel:
+        """The model as it is now, runnable in spans of layers; made anew, since its modules may be exchanged.
+
+        Raises:
+            TypeError, ValueError: a model that is not supported.
+        """
+        return LayeredModel(self.model)
 
     def _prepare(
         self,
@@ -144,92 +147,59 @@ class Engine:
         arguments: dict[str, Any],
     ) -> _Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
-        strategy, exit_layer, num_draft_tokens = self._plan(strategy, exit_layer, num_draft_tokens)
-        self.layered.check_attention()
+        layered = self.layered
+        plan = make_plan(
+            strategy,
+            exit_layer,
+            num_draft_tokens,
+            engine=(self.exit_layer, self.num_draft_tokens),
+            metadata=self.metadata,
+            num_layers=layered.num_layers,
+        )
         if any(module.training for module in self.model.modules()):
             raise ValueError(
                 "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
             )
-        read = read_prompts(prompts, self.tokenizer, attention_mask, self.layered.vocab_size)
-        width = max(len(row) for row in read.rows) if read.padded is None else read.padded.shape[1]
-        options = read_options(self.model, generation_config, arguments, width)
-        read.tensor(options.pad_token_id)
-        self.layered.check_length(max(len(row) for row in read.rows) + options.max_new_tokens)
-        return _Call(self, read, options, strategy, exit_layer, num_draft_tokens)
-
-    def _plan(
-        self, strategy: str, exit_layer: int | None, num_draft_tokens: int | None
-    ) -> tuple[str, int | None, int | None]:
-        """Returns strategy, E and γ of a call: its own arguments, else the engine's, else the checkpoint's."""
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is unknown; allowed are {', '.join(STRATEGIES)}.")
-        asked_exit_layer = self._checked_exit_layer(exit_layer)
-        asked_num_draft_tokens = _checked_num_draft_tokens(num_draft_tokens)
-        if strategy != "self_speculative" and asked_num_draft_tokens is not None:
-            raise ValueError(
-                f"num_draft_tokens={num_draft_tokens} has no meaning with strategy={strategy!r}; leave it out."
-            )
-        if strategy == "autoregressive":
-            if asked_exit_layer is not None:
-                raise ValueError(f"exit_layer={exit_layer} has no meaning with strategy={strategy!r}; leave it out.")
-            return strategy, None, None
-        stored = self.metadata
-        chosen = (
-            asked_exit_layer or self.exit_layer or self._checked_exit_layer(stored.exit_layer, f"{STORED}exit_layer")
-        )
-        if chosen is None and stored.compared and strategy == "self_speculative":
-            if asked_num_draft_tokens is not None:
-                raise ValueError(
-                    f"num_draft_tokens={num_draft_tokens} without exit_layer: the checkpoint says that no exit pays, "
-                    "and nothing would be drafted; pass exit_layer as well, or leave it out."
-                )
-            return "autoregressive", None, None
-        if chosen is None:
-            raise ValueError(
-                f"strategy={strategy!r} needs exit_layer=1..{self.layered.num_layers - 1}, and the checkpoint does not "
-                "name one; inference/compare_exits.py finds out which one pays and stores it."
-            )
-        if strategy == "early_exit":
-            return strategy, chosen, None
-        wanted = asked_num_draft_tokens or self.num_draft_tokens
-        if wanted is None:
-            wanted = _checked_num_draft_tokens(stored.num_draft_tokens, f"{STORED}num_draft_tokens")
-        return strategy, chosen, wanted or DEFAULT_NUM_DRAFT_TOKENS
-
-    def _checked_exit_layer(self, exit_layer: Any, name: str = "exit_layer") -> int | None:
-        last = self.layered.num_layers - 1
-        allowed = f"allowed are 1 to {last} (the model has {last + 1} layers, counted from 1)"
-        return _checked_count(name, exit_layer, last, allowed)
+        read = read_prompts(prompts, self.tokenizer, attention_mask, layered.vocab_size)
+        options = read_options(self.model, generation_config, arguments, read.width)
+        if attention_mask is None and read.padded is not None:
+            mask = inferred_mask(read.padded, options.pad_token_id, options.eos_token_ids)
+            read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
+        layered.check_length(max(len(row) for row in read.rows) + options.max_new_tokens)
+        return _Call(layered, read, plan, options, self.tokenizer)
 
 
 class _Call:
-    """One prepared call: its loop, and the result once that has run."""
+    """One prepared call: its loop, and what its result is made of."""
 
     def __init__(
         self,
-        engine: Engine,
+        model: LayeredModel,
         prompts: Prompts,
+        plan: Plan,
         options: GenerationOptions,
-        strategy: str,
-        exit_layer: int | None,
-        num_draft_tokens: int | None,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        self.prompts = prompts
+        self.prompts = prompts.tensor(options.pad_token_id)
+        self.plan = plan
         self.options = options
-        self.strategy = strategy
-        self.exit_layer = exit_layer
-        self.num_draft_tokens = num_draft_tokens
-        self.tokenizer = engine.tokenizer
-        depth = exit_layer if strategy == "early_exit" and exit_layer else engine.layered.num_layers
+        self.tokenizer = tokenizer
+        exit_layer = model.num_layers if plan.exit_layer is None else plan.exit_layer
         settings = DecodeSettings(
-            draft_layers=exit_layer or depth,
-            depth=depth,
-            num_draft_tokens=num_draft_tokens or 0,
+            exit_layer=exit_layer,
+            depth=exit_layer if plan.strategy == "early_exit" else model.num_layers,
+            num_draft_tokens=0 if plan.num_draft_tokens is None else plan.num_draft_tokens,
             max_new_tokens=options.max_new_tokens,
             eos_token_ids=options.eos_token_ids,
             keep_logits=options.output_scores or options.output_logits,
         )
-        self.loop = DecodeLoop(engine.layered, prompts.rows, settings)
+        self.loop = DecodeLoop(model, prompts.rows, settings)
+
+    def run(self) -> GenerationResult:
+        """Runs the loop to its end and returns the result."""
+        for _ in self.loop.blocks():
+            pass
+        return self._result()
 
     def events(self) -> Iterator[StreamEvent]:
         """Runs the loop for its only row and yields an event for prefill and for every round."""
@@ -240,31 +210,10 @@ class _Call:
                 yield StreamEvent(piece, block.token_ids, block.accepted)
             else:
                 piece += "" if text is None else text.finish()
-                yield StreamEvent(piece, block.token_ids, block.accepted, self.result())
+                yield StreamEvent(piece, block.token_ids, block.accepted, self._result())
 
-    def result(self) -> GenerationResult:
-        """Returns the result; the loop must have run to its end."""
-        rows = self.loop.rows
-        steps = max(len(row.tokens) for row in rows)
-        pad = self.options.pad_token_id
-        # Rows of different lengths exist only where EOS tokens do, and then there is a padding token.
-        filled = torch.tensor([row.tokens + [pad or 0] * (steps - len(row.tokens)) for row in rows])
-        prompts = self.prompts.tensor(pad)
-        logits = _stack_steps([row.logits for row in rows], steps) if self.loop.settings.keep_logits else None
-        texts = None
-        if self.tokenizer is not None:
-            texts = [str(self.tokenizer.decode(row.tokens, skip_special_tokens=True)) for row in rows]
-        settings = (self.strategy, self.exit_layer, self.num_draft_tokens)
-        per_row = tuple(Statistics.of([row.tally], row.tally.seconds, *settings) for row in rows)
-        total = Statistics.of([row.tally for row in rows], self.loop.seconds, *settings, per_row)
-        return GenerationResult(
-            sequences=torch.cat([prompts.long(), filled.to(prompts.device)], dim=1),
-            texts=texts,
-            finish_reasons=[str(row.finish_reason) for row in rows],
-            statistics=total,
-            scores=logits if self.options.output_scores else None,
-            logits=logits if self.options.output_logits else None,
-        )
+    def _result(self) -> GenerationResult:
+        return GenerationResult.of(self.loop, self.prompts, self.plan, self.options, self.tokenizer)
 
 
 def load(
@@ -290,7 +239,7 @@ def load(
 
     Raises:
         ValueError: no model there, a family that is not supported, or a number out of range.
-        TypeError: a number that is none.
+        TypeError: `path_or_id` is no path or id, or a number is no integer.
     """
     model, tokenizer = load_model(
         path_or_id, device=device, dtype=dtype, attn_implementation=attn_implementation, revision=revision
@@ -301,24 +250,3 @@ def load(
 def _refuse_argument(name: str, value: Any) -> None:
     if value is not None:
         raise ValueError(f"{name}={value!r} is not supported; leave it out.")
-
-
-def _checked_num_draft_tokens(num_draft_tokens: Any, name: str = "num_draft_tokens") -> int | None:
-    allowed = "allowed are whole numbers from 1 on (strategy='autoregressive' drafts nothing)"
-    return _checked_count(name, num_draft_tokens, None, allowed)
-
-
-def _checked_count(name: str, value: Any, highest: int | None, allowed: str) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer; {allowed}.")
-    if value < 1 or (highest is not None and value > highest):
-        raise ValueError(f"{name}={value} is out of range; {allowed}.")
-    return value
-
-
-def _stack_steps(rows: list[list[torch.Tensor]], steps: int) -> tuple[torch.Tensor, ...]:
-    """Returns per-step `(batch, vocabulary)` tensors of per-row lists; zeros where a row has finished."""
-    nothing = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(steps))

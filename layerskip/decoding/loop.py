@@ -21,7 +21,7 @@ class DecodeSettings:
     """What the loop needs to know.
 
     Attributes:
-        draft_layers: E, the layers that run token by token; equal to `depth` where nothing is drafted.
+        exit_layer: E, the layers that run token by token; equal to `depth` where nothing is drafted.
         depth: the layer whose exit gives the output: L, or E for an answer from the early layers alone.
         num_draft_tokens: γ; 0 drafts nothing, and a round is one step of plain decoding.
         max_new_tokens: the budget of every row, at least 1.
@@ -29,7 +29,7 @@ class DecodeSettings:
         keep_logits: keep the logits that each emitted token was chosen from.
     """
 
-    draft_layers: int
+    exit_layer: int
     depth: int
     num_draft_tokens: int
     max_new_tokens: int
@@ -101,80 +101,86 @@ class DecodeLoop:
     def _prefill(self) -> list[Block]:
         """Runs all layers over the prompts and emits each row's first token."""
         begin = time.perf_counter()
-        lengths = [len(row.prompt) for row in self.active]
+        rows = list(self.active)
+        lengths = [len(row.prompt) for row in rows]
         placement = Placement.prompt(lengths, self.model.device)
-        padded = [row.prompt + [0] * (placement.width - len(row.prompt)) for row in self.active]
-        hidden = self._embed(padded, placement)
-        hidden = self._run(hidden, 0, self.settings.depth, placement)
+        padded = [row.prompt + [0] * (placement.width - len(row.prompt)) for row in rows]
+        hidden = self._run(self._embed(padded, placement), 0, self.settings.depth, placement)
         last = torch.tensor(lengths, device=hidden.device) - 1
         logits = self.model.logits(hidden[torch.arange(len(lengths), device=hidden.device), last].unsqueeze(1))
-        targets = logits.argmax(-1).tolist()
-        blocks = self._commit([[] for _ in lengths], targets, logits)
-        self._spend(prefill=time.perf_counter() - begin)
+        blocks = self._commit([[] for _ in rows], logits.argmax(-1).tolist(), logits)
         self._roll_back()
+        self._book(rows, prefill=time.perf_counter() - begin)
         return blocks
 
     @torch.no_grad()
     def _round(self) -> list[Block]:
         """Drafts with the early layers, verifies with the rest, accepts, and rolls back to what is settled."""
         begin = time.perf_counter()
-        starts = [row.committed - 1 for row in self.active]
+        rows = list(self.active)
+        starts = [row.committed - 1 for row in rows]
         drafts, states = self._draft(starts)
         drafted = time.perf_counter()
+        # The last draft passes the early layers too: if all are accepted, its keys must be there.
+        states.append(self._early_pass(starts, drafts, len(states)))
         live = [len(draft) + 1 for draft in drafts]
         placement = Placement.of(starts, live, len(states), self.scratch, self.model.device)
         hidden = states[0] if len(states) == 1 else torch.cat(states, dim=1)
-        hidden = self._run(hidden, self.settings.draft_layers, self.settings.depth, placement)
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(self._run(hidden, self.settings.exit_layer, self.settings.depth, placement))
         targets = logits.argmax(-1).tolist()
         verified = time.perf_counter()
-        for row, draft in zip(self.active, drafts, strict=True):
+        for row, draft in zip(rows, drafts, strict=True):
             row.tally.draft_tokens_processed += len(draft)
         blocks = self._commit(drafts, targets, logits)
-        self._spend(draft=drafted - begin, verify=verified - drafted, other=time.perf_counter() - verified)
         self._roll_back()
+        self._book(rows, draft=drafted - begin, verify=verified - drafted, other=time.perf_counter() - verified)
         return blocks
 
     def _draft(self, starts: list[int]) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """Runs the early layers token by token from each row's last token on.
+        """Drafts with the early layers, token by token, from each row's last token on.
 
         Returns:
             The drafts of each row, and the exit states of every step, `(rows, 1, hidden)` each: those of the last
-            token and of all drafts, so that layers 1..E never see them again.
+            token and of all drafts but the last, so that layers 1..E never see them again.
         """
-        limits = [
-            min(self.settings.num_draft_tokens, self.settings.max_new_tokens - len(row.tokens) - 1)
-            for row in self.active
-        ]
+        left = [self.settings.max_new_tokens - len(row.tokens) - 1 for row in self.active]
         drafts: list[list[int]] = [[] for _ in self.active]
         states: list[torch.Tensor] = []
         while True:
             step = len(states)
-            # A row is in this step if it drafted a token in the one before; the rest of the rectangle is dead.
-            live = [int(len(draft) == step) for draft in drafts]
-            tokens = [
-                [(draft[-1] if draft else row.tokens[-1]) if alive else 0]
-                for row, draft, alive in zip(self.active, drafts, live, strict=True)
-            ]
-            ends = [start + min(step, len(draft) + 1) for start, draft in zip(starts, drafts, strict=True)]
-            placement = Placement.of(ends, live, 1, self.scratch, self.model.device)
-            states.append(self._run(self._embed(tokens, placement), 0, self.settings.draft_layers, placement))
             drafting = [
                 index
-                for index, (draft, limit) in enumerate(zip(drafts, limits, strict=True))
-                if live[index] and step < limit and not (draft and draft[-1] in self.settings.eos_token_ids)
+                for index, draft in enumerate(drafts)
+                if len(draft) == step < min(self.settings.num_draft_tokens, left[index])
+                and not (draft and draft[-1] in self.settings.eos_token_ids)
             ]
             if not drafting:
                 return drafts, states
+            states.append(self._early_pass(starts, drafts, step))
             choices = self.model.logits(states[-1]).argmax(-1).tolist()
             for index in drafting:
                 drafts[index].append(choices[index][0])
+
+    def _early_pass(self, starts: list[int], drafts: list[list[int]], step: int) -> torch.Tensor:
+        """Runs layers 1..E over the `step`-th token of the round in each row that has one; the others' are dead.
+
+        Returns:
+            The exit states, `(rows, 1, hidden)`.
+        """
+        live = [int(len(draft) >= step) for draft in drafts]
+        tokens = [
+            [draft[step - 1] if step and alive else row.tokens[-1]]
+            for row, draft, alive in zip(self.active, drafts, live, strict=True)
+        ]
+        ends = [start + min(step, len(draft) + 1) for start, draft in zip(starts, drafts, strict=True)]
+        placement = Placement.of(ends, live, 1, self.scratch, self.model.device)
+        return self._run(self._embed(tokens, placement), 0, self.settings.exit_layer, placement)
 
     def _embed(self, tokens: list[list[int]], placement: Placement) -> torch.Tensor:
         return self.model.embed(torch.tensor(tokens, device=self.model.device), placement.positions)
 
     def _run(self, hidden: torch.Tensor, start: int, stop: int, placement: Placement) -> torch.Tensor:
-        """Runs a span of layers and counts the tokens that passed its first and last one."""
+        """Runs a span of layers; counts early tokens where layer 1 runs, late ones where layer L does."""
         if start == stop:
             return hidden
         for row, live, padding in zip(self.active, placement.live, placement.padding, strict=True):
@@ -213,16 +219,16 @@ class DecodeLoop:
             row.tally.emitted += len(emitted)
             row.tokens += emitted
             if self.settings.keep_logits:
-                row.logits += logits[index, : len(emitted)].float().unbind()
+                # A copy, since a view would keep the whole round's logits alive.
+                row.logits += logits[index, : len(emitted)].to(torch.float32, copy=True).unbind()
             flags = tuple(position < kept for position in range(len(emitted)))
             blocks.append(Block(row.index, tuple(emitted), flags))
         return blocks
 
-    def _spend(self, **seconds: float) -> None:
-        """Books the time of one phase to the call and to every row that took part."""
-        self.seconds.update(seconds)
-        for row in self.active:
-            row.tally.seconds.update(seconds)
+    def _book(self, rows: list[Row], **seconds: float) -> None:
+        """Books the time of a round's phases to the call and to every row that took part."""
+        for counter in (self.seconds, *(row.tally.seconds for row in rows)):
+            counter.update(seconds)
 
     def _roll_back(self) -> None:
         """Cuts the cache to what is settled, and moves finished rows behind the active ones."""

@@ -20,17 +20,13 @@ HONOURED = {
     "output_logits",
 }
 WHOLE_NUMBERS = ("max_new_tokens", "max_length", "pad_token_id")
-# They say nothing about the tokens of a decoder-only model.
-WITHOUT_EFFECT = {
-    "_from_model_config",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "transformers_version",
+# They name tokens that start a text where there is no prompt, or say where the settings come from.
+METADATA = {"_from_model_config", "transformers_version", "bos_token_id", "decoder_start_token_id"}
+# `generate` reads them beside do_sample=True, num_beams > 1 or an assistant, which are refused, or as the form of its
+# output.
+WITHOUT_EFFECT_WHEN_GREEDY = {
     "return_dict_in_generate",
     "disable_compile",
-}
-# `generate` reads them beside do_sample=True, num_beams > 1 or an assistant, which are refused.
-WITHOUT_EFFECT_WHEN_GREEDY = {
     "temperature",
     "top_k",
     "top_p",
@@ -50,6 +46,8 @@ WITHOUT_EFFECT_WHEN_GREEDY = {
 # Values that mean "off" where neither `None`, `False` nor transformers' own default is the only one that does.
 SWITCHED_OFF: dict[str, Any] = {
     "use_cache": True,
+    "return_dict_in_generate": True,
+    "disable_compile": True,
     "cache_implementation": "dynamic",
     "min_new_tokens": 0,
     "guidance_scale": 1,
@@ -100,9 +98,11 @@ def read_options(
             raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
         if name in WHOLE_NUMBERS and value is not None:
             _check_whole_number(name, value)
-    # transformers warns about outputs that are asked for without this; results here always carry them.
+    if generation_config is None:
+        # transformers warns about outputs that are asked for without this; results here always carry them.
+        arguments = {"return_dict_in_generate": True} | arguments
     prepare: Any = model._prepare_generation_config
-    config, _ = prepare(generation_config, **(arguments | {"return_dict_in_generate": True}))
+    config, _ = prepare(generation_config, **arguments)
     _refuse_unsupported(config, arguments)
     eos_token_ids = _token_ids("eos_token_id", config.eos_token_id)
     pad_token_id = config.pad_token_id
@@ -136,12 +136,12 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def _refuse_unsupported(config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    off = SWITCHED_OFF | GenerationConfig._get_default_generation_params()
-    for name in sorted(set(vars(GenerationConfig())) - HONOURED - WITHOUT_EFFECT):
+    off = GenerationConfig._get_default_generation_params() | SWITCHED_OFF
+    for name in sorted(set(vars(GenerationConfig())) - HONOURED - METADATA):
         value = vars(config)[name]
         # `is`, since 0 equals False but is a token id, a factor or a time.
         is_off = value is None or value is False or (name in off and off[name] is not None and value == off[name])
-        if name == "use_cache":
+        if name in ("use_cache", "return_dict_in_generate"):
             is_off = value is not False
         if is_off:
             continue
@@ -177,6 +177,7 @@ def _budget(config: GenerationConfig, default_length: bool, prompt_tokens: int, 
         name, value = "max_length", config.max_length
     if budget < 1:
         raise ValueError(
-            f"{name}={value} leaves nothing to generate after a prompt of {prompt_tokens} tokens; it must be larger."
+            f"{name}={value} leaves nothing to generate after a prompt of {prompt_tokens} tokens; shorten the prompt "
+            "or pass a larger max_new_tokens."
         )
     return budget

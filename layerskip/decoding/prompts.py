@@ -27,6 +27,11 @@ class Prompts:
     rows: list[list[int]]
     padded: torch.Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        """The length of the longest row, padding included."""
+        return max(len(row) for row in self.rows) if self.padded is None else self.padded.shape[1]
+
     def tensor(self, pad_token_id: int | None) -> torch.Tensor:
         """Returns the prompts as `(batch, tokens)`, in the layout that `generate` would return them in.
 
@@ -35,10 +40,9 @@ class Prompts:
         """
         if self.padded is not None:
             return self.padded
-        width = max(len(row) for row in self.rows)
-        if pad_token_id is None and any(len(row) != width for row in self.rows):
+        if pad_token_id is None and any(len(row) != self.width for row in self.rows):
             raise ValueError("pad_token_id=None, but the prompts have different lengths; pass pad_token_id=….")
-        return torch.tensor([[pad_token_id] * (width - len(row)) + row for row in self.rows])
+        return torch.tensor([[pad_token_id] * (self.width - len(row)) + row for row in self.rows])
 
 
 def read_prompts(
@@ -47,7 +51,7 @@ def read_prompts(
     """Returns the token ids of `prompts`.
 
     A string is tokenised as it stands, a list of messages goes through the chat template, and a list of either is a
-    batch. A tensor may be padded on either side if `attention_mask` says where.
+    batch. A tensor may be padded on either side where `attention_mask` says so.
 
     Raises:
         TypeError: prompts of another kind.
@@ -69,6 +73,16 @@ def read_prompts(
                     f"prompts[{index}] holds token id {token}; the model's vocabulary is 0 to {vocab_size - 1}."
                 )
     return read
+
+
+def inferred_mask(ids: torch.Tensor, pad_token_id: int | None, eos_token_ids: frozenset[int]) -> torch.Tensor | None:
+    """Returns the attention mask that `generate` infers for token ids that come without one, or `None` for none.
+
+    Ids equal to the padding token are padding, unless that token ends a text as well.
+    """
+    if pad_token_id is None or pad_token_id in eos_token_ids:
+        return None
+    return (ids != pad_token_id).long()
 
 
 def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:

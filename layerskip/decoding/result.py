@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.options import GenerationOptions
+from layerskip.decoding.plan import Plan
 from layerskip.decoding.statistics import Statistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,40 @@ class GenerationResult:
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        loop: DecodeLoop,
+        prompts: torch.Tensor,
+        plan: Plan,
+        options: GenerationOptions,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> GenerationResult:
+        """Returns the result of a loop that has run to its end.
+
+        Args:
+            prompts: `(batch, tokens)`, as they come back in `sequences`.
+        """
+        rows = loop.rows
+        steps = max(len(row.tokens) for row in rows)
+        # Rows end at different steps only where EOS tokens are set, and then there is a padding token.
+        pad = 0 if options.pad_token_id is None else options.pad_token_id
+        filled = torch.tensor([row.tokens + [pad] * (steps - len(row.tokens)) for row in rows])
+        texts = None
+        if tokenizer is not None:
+            texts = [str(tokenizer.decode(row.tokens, skip_special_tokens=True)) for row in rows]
+        logits = _stack_steps([row.logits for row in rows], steps) if loop.settings.keep_logits else None
+        settings = (plan.strategy, plan.exit_layer, plan.num_draft_tokens)
+        per_row = tuple(Statistics.of([row.tally], row.tally.seconds, *settings) for row in rows)
+        return cls(
+            sequences=torch.cat([prompts.long(), filled.to(prompts.device)], dim=1),
+            texts=texts,
+            finish_reasons=[row.finish_reason for row in rows if row.finish_reason is not None],
+            statistics=Statistics.of([row.tally for row in rows], loop.seconds, *settings, per_row),
+            scores=logits if options.output_scores else None,
+            logits=logits if options.output_logits else None,
+        )
+
 
 @dataclass(frozen=True)
 class StreamEvent:
@@ -46,3 +87,9 @@ class StreamEvent:
     token_ids: tuple[int, ...]
     accepted: tuple[bool, ...]
     result: GenerationResult | None = None
+
+
+def _stack_steps(rows: list[list[torch.Tensor]], steps: int) -> tuple[torch.Tensor, ...]:
+    """Returns per-step `(batch, vocabulary)` tensors of per-row lists; zeros where a row has finished."""
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(steps))

@@ -54,7 +54,7 @@ class Statistics:
             drafted at least i.
         acceptance_histogram: {accepted drafts: rounds}.
         early_layer_tokens: tokens through layers 1..E: prompt + D + R.
-        late_layer_tokens: tokens through layers E+1..L: prompt + D + R.
+        late_layer_tokens: tokens through layers E+1..L: prompt + D + R; 0 for "early_exit".
         padding_tokens: dead tokens of the batch, which pass all layers beside these.
         seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded.
         decode_tokens_per_second: (N − rows) / seconds without prefill; `None` when nothing followed prefill.

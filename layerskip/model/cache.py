@@ -18,7 +18,9 @@ class SharedCacheLayer(CacheLayerMixin):
     lies behind is left over from rejected drafts or padding and is overwritten before anything can attend to it.
     """
 
-    is_croppable = True
+    # transformers declares them optional, which they are until the first pass.
+    keys: Any
+    values: Any
 
     def __init__(self, rows: int, capacity: int) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class SharedCacheLayer(CacheLayerMixin):
         Returns:
             Views of the slots that the attention of this pass reads, `(rows, heads, view, head size)`.
         """
-        if self.keys is None or self.values is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.lengths = placement.ends + self.lengths[len(placement.ends) :]
         return _store(self.keys, key_states, placement), _store(self.values, value_states, placement)
@@ -53,8 +55,8 @@ class SharedCacheLayer(CacheLayerMixin):
         lengths = list(self.lengths)
         lengths[first], lengths[second] = lengths[second], lengths[first]
         self.lengths = tuple(lengths)
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
                 buffer[[first, second]] = buffer[[second, first]]
 
     def get_seq_length(self) -> int:
@@ -70,14 +72,12 @@ class SharedCacheLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
 
-def _store(buffer: torch.Tensor | None, states: torch.Tensor, placement: Placement) -> torch.Tensor:
+def _store(buffer: torch.Tensor, states: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Writes states into their slots of the first rows of a buffer and returns the view of it that attention reads."""
-    if buffer is None:
-        raise RuntimeError("the cache layer has no buffers yet.")
     rows = buffer.narrow(0, 0, states.shape[0])
     if placement.start is None:
         index = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
-        rows[index, :, placement.positions] = states.transpose(1, 2)
+        rows[index, :, placement.positions.to(states.device)] = states.transpose(1, 2)
     else:
         rows.narrow(2, placement.start, placement.width).copy_(states)
     return rows.narrow(2, 0, placement.view)
@@ -98,8 +98,6 @@ class SharedCache(Cache):
         """Makes an empty cache of `num_layers` layers for `rows` sequences of at most `capacity` tokens each."""
         self.shared_layers = [SharedCacheLayer(rows, capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.shared_layers))
-        self.rows = rows
-        self.capacity = capacity
         self.placement: Placement | None = None
 
     def update(

@@ -117,14 +117,14 @@ def family_of(config: PreTrainedConfig) -> Family:
             f"model_type={config.model_type!r} is an encoder-decoder model; early exit needs a decoder-only causal "
             f"language model of one of these families: {supported}."
         )
+    if config.to_dict().get("is_causal") is False:
+        raise ValueError("is_causal=False in the model's configuration: text cannot be generated token by token.")
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(f"model_type={config.model_type!r} is not supported; supported families: {supported}.")
     refused = family.refuses(config)
     if refused is not None:
-        raise ValueError(
-            f"{refused} is not supported for model_type={config.model_type!r}: it is not a causal decoder."
-        )
+        raise ValueError(f"{refused} is not supported for model_type={config.model_type!r}.")
     unknown = set(family.layer_types(config)) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown:
         raise ValueError(

@@ -52,7 +52,13 @@ class LayeredModel:
         self.model = model
         self.config: Any = model.config
         self.family = family_of(self.config)
-        self.check_attention()
+        implementation = self.config._attn_implementation
+        if implementation not in self.family.attention:
+            raise ValueError(
+                f"attn_implementation={implementation!r} is not supported for model_type={self.config.model_type!r}; "
+                f"load the model with {' or '.join(map(repr, self.family.attention))}."
+            )
+        self.causal_by_flag = implementation == "sdpa"
         self.layers = list(self.family.part(model, self.family.layers).children())
         self.num_layers: int = self.config.num_hidden_layers
         if len(self.layers) != self.num_layers:
@@ -74,19 +80,6 @@ class LayeredModel:
         device: torch.device = self.embedding.weight.device
         return device
 
-    def check_attention(self) -> None:
-        """Checks that the model's attention implementation, which can be changed at any time, is one that runs here.
-
-        Raises:
-            ValueError: it is not.
-        """
-        implementation = self.config._attn_implementation
-        if implementation not in self.family.attention:
-            raise ValueError(
-                f"attn_implementation={implementation!r} is not supported for model_type={self.config.model_type!r}; "
-                f"load the model with {' or '.join(map(repr, self.family.attention))}."
-            )
-
     def check_length(self, tokens: int) -> None:
         """Checks that `tokens` positions can be held by the model.
 
@@ -103,7 +96,10 @@ class LayeredModel:
                 )
             return
         for name, parameters in self._rope_parameters().items():
-            original = parameters.get("original_max_position_embeddings") or limit
+            # longrope switches tables at a length of its own, dynamic at the longest that the model was made for.
+            original = (
+                parameters["original_max_position_embeddings"] if parameters["rope_type"] == "longrope" else limit
+            )
             if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE and tokens > original:
                 raise ValueError(
                     f"rope_type={parameters['rope_type']!r} ({name}) changes its table past {original} tokens, which "
@@ -124,9 +120,15 @@ class LayeredModel:
         rotary = self.family.part(self.model, "rotary_emb")
         like = torch.empty(0, dtype=self.embedding.weight.dtype, device=self.device)
         positions = torch.arange(tokens, device=self.device).unsqueeze(0)
+
+        def tables(*layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+            # A dynamic table that an earlier, longer call stretched is reset by a short one, as a prefill would.
+            rotary(like, positions[:, :1], *layer_type)
+            return rotary(like, positions, *layer_type)
+
         if self.family.rotary_by_layer_type:
-            return RotaryTables({kind: rotary(like, positions, kind) for kind in set(self.layer_types)})
-        return RotaryTables(dict.fromkeys(self.layer_types, rotary(like, positions)))
+            return RotaryTables({kind: tables(kind) for kind in set(self.layer_types)})
+        return RotaryTables(dict.fromkeys(self.layer_types, tables()))
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the hidden state before layer 1, `(rows, width, hidden)`.
@@ -162,12 +164,11 @@ class LayeredModel:
             The output of layer `stop`, `(rows, width, hidden)`.
         """
         cache.placement = placement
-        causal_by_flag = self.config._attn_implementation == "sdpa"
         arguments: dict[str, dict[str, Any]] = {}
         for layer_type in set(self.layer_types[start:stop]):
             window = self.config.sliding_window if layer_type == SLIDING_ATTENTION else None
             arguments[layer_type] = {
-                "attention_mask": attention_mask(placement, window, hidden.dtype, causal_by_flag),
+                "attention_mask": attention_mask(placement, window, hidden.dtype, self.causal_by_flag),
                 "cache": cache,
                 "use_cache": True,
             }

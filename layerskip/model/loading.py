@@ -69,7 +69,7 @@ def _read_device(device: str | torch.device | None) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device={device!r} is not to be had here: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from error
     return found
 
 
@@ -99,7 +99,9 @@ def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> tuple[str
     if Path(name).exists():
         raise ValueError(f"path_or_id={name!r} is a file; pass the folder that holds config.json.")
     if not isinstance(path_or_id, str) or _looks_like_a_path(name):
-        raise ValueError(f"path_or_id={name!r}: there is no such folder; check the path.")
+        beside = Path(name).parent
+        hint = f" ({beside} is a folder here, so this was not taken for a hub id)" if beside.is_dir() else ""
+        raise ValueError(f"path_or_id={name!r}: there is no such folder; check the path{hint}.")
     return _find_on_hub(name, revision)
 
 

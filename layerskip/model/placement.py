@@ -21,8 +21,8 @@ class Placement:
         live: the number of live tokens of each row.
         width: tokens per row.
         view: cache slots that the attention of this pass reads: 0 .. view − 1.
-        scratch: the slot and position of dead tokens; `None` where all rows stand alike and every token's position
-            follows from the start, dead ones' too.
+        start: the position of the first token where all rows stand alike, else `None`.
+        scratch: the slot and position of dead tokens where rows do not stand alike.
         device: where `positions` is made.
     """
 
@@ -30,7 +30,8 @@ class Placement:
     live: tuple[int, ...]
     width: int
     view: int
-    scratch: int | None
+    start: int | None
+    scratch: int
     device: torch.device
 
     @classmethod
@@ -44,7 +45,7 @@ class Placement:
         """
         alike = all(start == starts[0] for start in starts) and all(count == width for count in live)
         view = max(start + count for start, count in zip(starts, live, strict=True))
-        return cls(tuple(starts), tuple(live), width, view, None if alike else scratch, device)
+        return cls(tuple(starts), tuple(live), width, view, starts[0] if alike else None, scratch, device)
 
     @classmethod
     def prompt(cls, lengths: Sequence[int], device: torch.device) -> Placement:
@@ -54,12 +55,7 @@ class Placement:
         overwrite it.
         """
         width = max(lengths)
-        return cls((0,) * len(lengths), tuple(lengths), width, width, None, device)
-
-    @property
-    def start(self) -> int | None:
-        """The position of the first token where all rows stand alike, else `None`."""
-        return self.starts[0] if self.scratch is None else None
+        return cls((0,) * len(lengths), tuple(lengths), width, width, 0, width, device)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -69,8 +65,8 @@ class Placement:
     @cached_property
     def positions(self) -> torch.Tensor:
         """The position of every token, its cache slot: `(rows, width)`, or `(1, width)` where all rows stand alike."""
-        if self.scratch is None:
-            return torch.arange(self.starts[0], self.starts[0] + self.width, device=self.device).unsqueeze(0)
+        if self.start is not None:
+            return torch.arange(self.start, self.start + self.width, device=self.device).unsqueeze(0)
         offsets = torch.arange(self.width, device=self.device)
         positions = torch.tensor(self.starts, device=self.device).unsqueeze(1) + offsets
         dead = offsets >= torch.tensor(self.live, device=self.device).unsqueeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ def test_other_families_equal_generate(family: str, factor: float, num_draft_tok
     engine = Engine(model, exit_layer=2)
     result = engine.generate(kit.prompt_tensor(), max_new_tokens=24, num_draft_tokens=num_draft_tokens)
     assert result.sequences[0].tolist() == expected
+    rate = result.statistics.draft_acceptance_rate
+    assert rate is not None
+    assert rate == 1 if factor == 0 else 0 < rate < 1
 
 
 @pytest.mark.parametrize("family", list(kit.CONFIGS))
@@ -91,14 +95,15 @@ def test_fifty_random_models_equal_generate() -> None:
         assert torch.equal(result.sequences, expected), f"seed {seed}"
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("length", [4, 5, 6, 7, 10])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text"])
-def test_exact_around_and_past_a_sliding_window(family: str, length: int, implementation: str) -> None:
-    if family == "gemma2" and implementation == "sdpa":
-        implementation = "eager"  # the only one that transformers allows there
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma2", "eager"), ("gemma3_text", "sdpa"), ("gemma3_text", "eager")],
+)
+def test_exact_around_and_past_a_sliding_window(family: str, implementation: str, length: int) -> None:
     config = kit.CONFIGS[family](attn_implementation=implementation)
     model = kit.scale_late_layers(kit.build(config), 0.3)
+    assert model.config._attn_implementation == implementation
     prompt = kit.PROMPT[:length]
     expected = kit.reference(model, kit.prompt_tensor(prompt))[0, length:].tolist()
     assert expected == kit.without_cache(model, prompt)
@@ -114,7 +119,7 @@ def test_shortest_prompts(prompt: list[int]) -> None:
         assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor(prompt)))
 
 
-def test_head_softcap_and_head_rows_beyond_the_tokenizer_are_kept() -> None:
+def test_logits_of_emitted_tokens_are_those_of_generate() -> None:
     model = kit.graded("gemma2", "some")
     ours = Engine(model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=8, output_logits=True)
     theirs = model.generate(
@@ -193,6 +198,52 @@ def test_the_bf16_audit_flags_a_corrupted_cache_row(monkeypatch: pytest.MonkeyPa
         assert difference is not None
         flagged += not difference.is_near_tie
     assert flagged == 4
+
+
+def test_a_mask_of_ones_and_no_mask_are_the_same() -> None:
+    model = kit.mixed()
+    engine = Engine(model, exit_layer=2)
+    ids = kit.prompt_tensor()
+    without = engine.generate(ids, max_new_tokens=24).sequences
+    assert torch.equal(engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24).sequences, without)
+
+
+def test_a_tokenizer_smaller_than_the_vocabulary_changes_nothing() -> None:
+    model = kit.mixed()
+    engine = Engine(model, kit.word_tokenizer(), exit_layer=2)
+    result = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
+    assert max(result.sequences[0].tolist()) >= 90
+    assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor()))
+
+
+def test_a_head_exchanged_after_the_engine_was_made_is_used() -> None:
+    model = kit.mixed()
+    engine = Engine(model, exit_layer=2)
+    model.set_output_embeddings(kit.build(kit.llama_config(), seed=7).get_output_embeddings())
+    result = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
+    assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor()))
+
+
+def test_a_dynamic_rotary_table_stretched_by_an_earlier_call_is_reset() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = kit.scale_late_layers(kit.build(kit.llama_config(max_position_embeddings=24, rope_parameters=rope)), 0.3)
+    expected = kit.reference(model, kit.prompt_tensor(), max_new_tokens=14)
+    kit.reference(model, kit.prompt_tensor(), max_new_tokens=40)
+    result = Engine(model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=14)
+    assert torch.equal(result.sequences, expected)
+
+
+def test_threads_with_different_exits_on_one_model_do_not_disturb_each_other() -> None:
+    model = kit.mixed()
+    expected = kit.reference(model, kit.prompt_tensor(), max_new_tokens=40)
+    engine = Engine(model)
+
+    def generate(exit_layer: int) -> torch.Tensor:
+        return engine.generate(kit.prompt_tensor(), max_new_tokens=40, exit_layer=exit_layer).sequences
+
+    with ThreadPoolExecutor(3) as threads:
+        for sequences in threads.map(generate, [1, 2, 3, 1, 2, 3]):
+            assert torch.equal(sequences, expected)
 
 
 @pytest.mark.cuda

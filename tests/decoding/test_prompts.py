@@ -142,9 +142,16 @@ def test_padding_is_taken_off_at_either_end(ids: list[list[int]], mask: list[lis
     assert read.rows == [[10, 11], [12, 13, 14, 15]]
 
 
-def test_padding_without_a_mask_is_text() -> None:
-    """Only the caller knows what is padding: a pad token may stand in a prompt, as in `generate` without a mask."""
-    assert read_prompts(torch.tensor([[0, 0, 10]]), None, None, kit.VOCAB).rows == [[0, 0, 10]]
+@pytest.mark.parametrize(("pad_token_id", "eos_token_id"), [(0, None), (0, 0), (0, 96), (None, None)])
+def test_padding_without_a_mask_is_what_generate_takes_it_for(
+    pad_token_id: int | None, eos_token_id: int | None
+) -> None:
+    """A pad token is padding unless it ends texts as well, or is not known at all."""
+    model = kit.mixed()
+    ids = torch.tensor([[0, 0, 10, 44, 7], [3, 5, 12, 60, 9]])
+    options = {"max_new_tokens": 8, "pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
+    expected = model.generate(ids, do_sample=False, **options)
+    assert torch.equal(Engine(model, exit_layer=2).generate(ids, **options).sequences, expected)
 
 
 def test_padding_may_hold_ids_outside_the_vocabulary() -> None:

@@ -34,7 +34,7 @@ def test_one_row_costs_prompt_plus_drafts_plus_rounds_in_both_spans(grade: str, 
     with kit.counted_layers(model) as counts:
         statistics = engine.generate(kit.prompt_tensor(), max_new_tokens=24).statistics
     expected = len(kit.PROMPT) + statistics.draft_tokens_processed + statistics.rounds
-    assert counts.tokens == [expected] * kit.NUM_LAYERS
+    assert counts == [expected] * kit.NUM_LAYERS
     assert (statistics.early_layer_tokens, statistics.late_layer_tokens) == (expected, expected)
     assert statistics.padding_tokens == 0
     assert statistics.emitted == 24 == 1 + statistics.accepted + statistics.rounds - statistics.cut
@@ -47,7 +47,7 @@ def test_fully_accepted_tokens_pass_every_layer_once() -> None:
         statistics = engine.generate(kit.prompt_tensor(), max_new_tokens=24).statistics
     assert statistics.rounds == 5
     # The last emitted token passes no layer.
-    assert counts.tokens == [len(kit.PROMPT) + 24 - 1] * kit.NUM_LAYERS
+    assert counts == [len(kit.PROMPT) + 24 - 1] * kit.NUM_LAYERS
 
 
 def test_two_rows_cost_the_same_plus_padding() -> None:
@@ -60,7 +60,7 @@ def test_two_rows_cost_the_same_plus_padding() -> None:
     expected = 10 + 6 + total.draft_tokens_processed + total.rounds
     assert (total.early_layer_tokens, total.late_layer_tokens) == (expected, expected)
     assert total.padding_tokens > 0
-    assert counts.tokens == [expected + total.padding_tokens] * kit.NUM_LAYERS
+    assert counts == [expected + total.padding_tokens] * kit.NUM_LAYERS
     for row, prompt in zip(total.per_row, (10, 6), strict=True):
         assert row.early_layer_tokens == prompt + row.draft_tokens_processed + row.rounds
         assert row.emitted == 24 == 1 + row.accepted + row.rounds - row.cut
@@ -76,7 +76,7 @@ def test_finished_rows_cost_nothing_more() -> None:
         total = Engine(model).generate(ids, max_new_tokens=24, eos_token_id=eos, strategy="autoregressive").statistics
     ended = plain[0].tolist().index(eos)
     assert total.padding_tokens == 0
-    assert counts.tokens == [(10 + ended) + (10 + 23)] * kit.NUM_LAYERS
+    assert counts == [(10 + ended) + (10 + 23)] * kit.NUM_LAYERS
 
 
 @pytest.mark.parametrize("accepted", range(5))

@@ -252,6 +252,7 @@ def test_seconds_of_all_phases_are_counted() -> None:
     figures = speculate()
     assert list(figures.seconds) == list(PHASES)
     assert all(seconds > 0 for seconds in figures.seconds.values())
+    assert figures.seconds["draft"] > figures.seconds["other"]
     assert figures.decode_tokens_per_second is not None and figures.decode_tokens_per_second > 0
     for row in figures.per_row:
         assert all(row.seconds[phase] <= figures.seconds[phase] for phase in PHASES)

@@ -452,4 +452,3 @@ def test_reports_the_longest_row_and_the_capacity_to_transformers() -> None:
         store(cache, layer, Placement.prompt([4, 2], CPU), states(2, 4))
     assert cache.get_seq_length() == 4
     assert cache.get_mask_sizes(3, 0) == (7, 0)
-    assert cache.shared_layers[0].is_croppable

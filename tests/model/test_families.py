@@ -197,7 +197,7 @@ def test_exactly_the_layers_of_a_span_are_called(family: str, exit_layer: int) -
     with kit.counted_layers(model) as counts:
         exit_logits(model, batch(2), exit_layer)
     passed = 2 * len(kit.PROMPT)
-    assert counts.tokens == [passed] * exit_layer + [0] * (kit.NUM_LAYERS - exit_layer)
+    assert counts == [passed] * exit_layer + [0] * (kit.NUM_LAYERS - exit_layer)
 
 
 def test_tied_head_is_the_embedding() -> None:

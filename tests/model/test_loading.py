@@ -13,24 +13,15 @@ import huggingface_hub.constants
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSeq2SeqLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast, T5Config
+from transformers import AutoModelForSeq2SeqLM, MistralConfig, MistralForCausalLM, T5Config
 
 import layerskip
-from layerskip.decoding.engine import DEFAULT_NUM_DRAFT_TOKENS
+from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS
 from layerskip.model import loading
 from tests import kit
 
 WEIGHTS = "model.safetensors"
 SHORT = {"max_new_tokens": 6}
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one word, w0, w1, …, for each id of the kit's vocabulary."""
-    words = {f"w{token}": token for token in range(kit.VOCAB)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
 
 
 @pytest.fixture
@@ -97,7 +88,7 @@ def test_a_folder_without_a_tokenizer_gives_an_engine_for_token_ids(folder: Path
 
 
 def test_a_folder_with_a_tokenizer_generates_text(folder: Path) -> None:
-    word_tokenizer().save_pretrained(folder)
+    kit.word_tokenizer(kit.VOCAB).save_pretrained(folder)
     engine = layerskip.load(folder, exit_layer=2)
     result = engine.generate(" ".join(f"w{token}" for token in kit.PROMPT), max_new_tokens=24)
     expected = kit.reference(kit.mixed(), kit.prompt_tensor())
@@ -267,7 +258,7 @@ def cached_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The id of a model that lies in the hub's local cache, as a download would have left it there."""
     snapshot = tmp_path / "hub" / "models--someone--mixed" / "snapshots" / ("0" * 40)
     kit.mixed().save_pretrained(snapshot)
-    word_tokenizer().save_pretrained(snapshot)
+    kit.word_tokenizer(kit.VOCAB).save_pretrained(snapshot)
     (tmp_path / "hub" / "models--someone--mixed" / "refs").mkdir()
     (tmp_path / "hub" / "models--someone--mixed" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -377,7 +368,7 @@ def test_without_an_exit_layer_speculation_is_refused_and_says_how_to_find_one(f
     with kit.counted_layers(engine.model) as counts, pytest.raises(ValueError, match=r"exit_layer=1\.\.3") as refusal:
         engine.generate(kit.prompt_tensor(), **SHORT)
     assert "inference/compare_exits.py" in str(refusal.value)
-    assert sum(counts.tokens) == 0
+    assert sum(counts) == 0
     assert used(engine, strategy="autoregressive") == ("autoregressive", None, None)
 
 
@@ -453,7 +444,7 @@ def test_a_recommendation_that_does_not_fit_the_model_is_refused(
     engine = layerskip.load(describe(folder, {"format": 1, **metadata}))
     with kit.counted_layers(engine.model) as counts, pytest.raises(error, match=message):
         used(engine)
-    assert sum(counts.tokens) == 0
+    assert sum(counts) == 0
 
 
 def test_a_recommendation_that_does_not_fit_may_be_overridden(folder: Path) -> None:

@@ -1,0 +1,53 @@
+"""What the command-line programs share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerskip import demo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def run_program(run: Callable[[], None]) -> None:
+    """Runs a program; a mistake of its user ends it with status 2 and one line that says what to do."""
+    try:
+        run()
+    except (ValueError, OSError, ImportError, demo.FetchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def model_path(model: str) -> str:
+    """Returns where to load `--model` from; `demo` is fetched first where it is missing.
+
+    Raises:
+        FetchError, ImportError, OSError: the demo model could not be made.
+    """
+    return str(demo.fetch()) if model == "demo" else model
+
+
+def read_lines(path: Path) -> list[str]:
+    """Returns the prompts of a text file, one a line.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds none, or is no UTF-8 text.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no prompt; write one a line.")
+    return lines
+
+
+def as_chat(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
+    """Returns each text as a user's message where the tokenizer has a chat template, else as it stands."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return list(texts)
+    return [[{"role": "user", "content": text}] for text in texts]

@@ -1,0 +1,81 @@
+"""Measuring: figures from recorded runs, and counts from real ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from layerskip import Engine
+from layerskip.comparison.benchmark import (
+    Arm,
+    Run,
+    engine_arm,
+    layer_tokens,
+    measure,
+    module_seconds,
+    share_outside_modules,
+    transformers_arm,
+)
+from layerskip.comparison.table import format_table
+from tests import kit
+
+
+def recorded(name: str, seconds: list[float], token_ids: list[int]) -> Arm:
+    """An arm whose timed runs take the given times; the first pass and what follows it are not timed."""
+    left = [*[1.0] * 3, *seconds]
+
+    def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
+        return Run(token_ids, len(token_ids) - 1, 0.5, left.pop(0))
+
+    return Arm(name, generate)
+
+
+def test_ratios_are_medians_over_repeats_and_may_fall_below_one() -> None:
+    tokens = list(range(11))
+    arms = [recorded("first", [1.0, 2.0, 4.0], tokens), recorded("slow", [2.0, 2.5, 16.0], [0] * 11)]
+    *_, (first, slow) = measure(kit.l4(), arms, [kit.prompt_tensor()], 11, repeats=3)
+    assert (first.ratio, first.decode_tokens_per_second, first.lowest, first.highest) == (1.0, 5.0, 2.5, 10.0)
+    assert slow.ratio == 0.5
+    assert (first.same_as_first, slow.same_as_first) == (1, 0)
+
+
+def test_layer_tokens_of_plain_decoding_are_layers_times_tokens() -> None:
+    model = kit.mixed()
+    for arm in (engine_arm("ours", Engine(model), strategy="autoregressive"), transformers_arm("theirs", model)):
+        with layer_tokens(model) as counted:
+            run = arm.generate(kit.prompt_tensor(), 8)
+        assert counted == [kit.NUM_LAYERS * (len(kit.PROMPT) + 7)]
+        assert run.token_ids == kit.without_cache(model, kit.PROMPT, 8)
+        assert run.decoded == 7
+
+
+def test_first_tokens_that_arrive_together_are_not_counted_as_decoded() -> None:
+    model = kit.identical()
+    model.generation_config.num_assistant_tokens = 4
+    run = transformers_arm("theirs", model, assistant_early_exit=kit.EXIT_LAYER).generate(kit.prompt_tensor(), 16)
+    assert run.token_ids == kit.without_cache(model, kit.PROMPT, 16)
+    assert run.decoded < 15
+
+
+def test_time_inside_modules_is_what_their_calls_take() -> None:
+    model = kit.l4()
+    handle = model.get_output_embeddings().register_forward_hook(lambda *_: time.sleep(0.01))
+    with module_seconds(model) as seconds:
+        Engine(model).generate(kit.prompt_tensor(), strategy="autoregressive", max_new_tokens=4)
+    handle.remove()
+    assert seconds[0] >= 0.04
+    share = share_outside_modules(model, transformers_arm("theirs", model), kit.prompt_tensor(), 8)
+    assert 0 < share < 1
+
+
+@pytest.mark.parametrize(("max_new_tokens", "repeats", "name"), [(1, 1, "max_new_tokens=1"), (4, 0, "repeats=0")])
+def test_nothing_to_measure_is_refused(max_new_tokens: int, repeats: int, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        next(measure(kit.l4(), [], [], max_new_tokens, repeats))
+
+
+def test_a_table_aligns_its_columns() -> None:
+    lines = format_table(["name", "figure"], [["a", 1.234], ["longer", None]]).splitlines()
+    assert lines == ["name    figure", "------  ------", "a         1.23", "longer       –"]
