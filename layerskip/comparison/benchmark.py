@@ -119,7 +119,14 @@ def engine_arm(name: str, engine: Engine, **options: Any) -> Arm:
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
-        result = engine.generate(ids, do_sample=False, eos_token_id=None, max_new_tokens=max_new_tokens, **options)
+        result = engine.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            eos_token_id=None,
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
         seconds = time.perf_counter() - begin
         prefill = result.statistics.seconds["prefill"]
         tokens = result.sequences[0, ids.shape[1] :].tolist()

@@ -79,10 +79,26 @@ def inferred_mask(ids: torch.Tensor, pad_token_id: int | None, eos_token_ids: fr
     """Returns the attention mask that `generate` infers for token ids that come without one, or `None` for none.
 
     Ids equal to the padding token are padding, unless that token ends a text as well.
+
+    Raises:
+        ValueError: the padding token stands between other tokens, where it must be text.
     """
     if pad_token_id is None or pad_token_id in eos_token_ids:
         return None
-    return (ids != pad_token_id).long()
+    mask = (ids != pad_token_id).long()
+    for index, row in enumerate(mask.tolist()):
+        if _has_hole(row):
+            raise ValueError(
+                f"prompts[{index}] holds pad_token_id={pad_token_id} between other tokens, and without a mask it would "
+                "be taken for padding; pass attention_mask."
+            )
+    return mask
+
+
+def _has_hole(mask: list[int]) -> bool:
+    """Whether a mask has a zero between ones."""
+    ones = [position for position, seen in enumerate(mask) if seen]
+    return bool(ones) and ones[-1] - ones[0] + 1 != len(ones)
 
 
 def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:
@@ -94,10 +110,9 @@ def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:
         raise ValueError(f"attention_mask must be a tensor of the prompts' shape {tuple(ids.shape)}.")
     rows = []
     for index, (tokens, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
-        kept = [position for position, seen in enumerate(mask) if seen]
-        if kept and kept[-1] - kept[0] + 1 != len(kept):
+        if _has_hole(mask):
             raise ValueError(f"attention_mask[{index}] has a zero between ones; padding is allowed at the ends only.")
-        rows.append([tokens[position] for position in kept])
+        rows.append([token for token, seen in zip(tokens, mask, strict=True) if seen])
     return Prompts(_not_empty(rows), ids)
 
 

@@ -308,3 +308,13 @@ def test_texts_of_different_lengths_without_a_padding_token_are_refused_by_name(
         ValueError, match="pad_token_id=None, but the prompts have different lengths; pass pad_token_id="
     ):
         Prompts([[10, 11], [12]]).tensor(None)
+
+
+def test_a_pad_token_within_a_prompt_asks_for_a_mask() -> None:
+    model = kit.mixed()
+    ids = torch.tensor([[3, 5, 0, 60, 9]])
+    engine = Engine(model, exit_layer=2)
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds pad_token_id=0 between other tokens.*attention_mask"):
+        engine.generate(ids, pad_token_id=0, max_new_tokens=4)
+    result = engine.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, max_new_tokens=8)
+    assert result.sequences[0, 5:].tolist() == kit.without_cache(model, [3, 5, 0, 60, 9], 8)
