@@ -97,7 +97,7 @@ class DecodeLoop:
         while self.active:
             yield self._round()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _prefill(self) -> list[Block]:
         """Runs all layers over the prompts and emits each row's first token."""
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ class DecodeLoop:
         self._book(rows, prefill=time.perf_counter() - begin)
         return blocks
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _round(self) -> list[Block]:
         """Drafts with the early layers, verifies with the rest, accepts, and rolls back to what is settled."""
         begin = time.perf_counter()
@@ -172,8 +172,8 @@ class DecodeLoop:
             [draft[step - 1] if step and alive else row.tokens[-1]]
             for row, draft, alive in zip(self.active, drafts, live, strict=True)
         ]
-        ends = [start + min(step, len(draft) + 1) for start, draft in zip(starts, drafts, strict=True)]
-        placement = Placement.of(ends, live, 1, self.scratch, self.model.device)
+        positions = [start + min(step, len(draft) + 1) for start, draft in zip(starts, drafts, strict=True)]
+        placement = Placement.of(positions, live, 1, self.scratch, self.model.device)
         return self._run(self._embed(tokens, placement), 0, self.settings.exit_layer, placement)
 
     def _embed(self, tokens: list[list[int]], placement: Placement) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Layer dropout, exit loss, curriculum and trainer."""
+"""The training recipe: layer dropout, exit-loss weights and their curriculum."""
