@@ -63,7 +63,8 @@ class Measurement:
         layer_tokens: layers × tokens that were executed for one pass over all prompts, prefill included.
         same_as_first: prompts for which every token is the first arm's.
         outside_share: share of the time after the first token that is spent outside the calls of embedding, layers,
-            norm and head, on the first prompt.
+            norm and head, on the first prompt; `None` for an arm that hands out several tokens at first, whose
+            prefill cannot be told from its first round.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Measurement:
     prefill_seconds: float
     layer_tokens: int
     same_as_first: int
-    outside_share: float
+    outside_share: float | None
 
 
 class TokenClock:
@@ -235,15 +236,17 @@ def module_seconds(model: PreTrainedModel) -> Iterator[list[float]]:
             handle.remove()
 
 
-def share_outside_modules(model: PreTrainedModel, arm: Arm, ids: torch.Tensor, max_new_tokens: int) -> float:
+def share_outside_modules(model: PreTrainedModel, arm: Arm, ids: torch.Tensor, max_new_tokens: int) -> float | None:
     """Returns which share of the time after the first token an arm spends outside the model's modules.
 
     The hooks that time the modules lengthen what is outside a little. What a call for one token spends inside them is
-    taken for the prefill's part.
+    taken for the prefill's part; `None` where an arm's first tokens come from a round as well.
     """
     with module_seconds(model) as seconds:
         arm.generate(ids, 1)
     prefill = seconds[0]
     with module_seconds(model) as seconds:
         run = arm.generate(ids, max_new_tokens)
+    if run.decoded < len(run.token_ids) - 1:
+        return None
     return 1 - (seconds[0] - prefill) / run.decode_seconds

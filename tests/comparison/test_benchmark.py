@@ -54,9 +54,11 @@ def test_layer_tokens_of_plain_decoding_are_layers_times_tokens() -> None:
 def test_first_tokens_that_arrive_together_are_not_counted_as_decoded() -> None:
     model = kit.identical()
     model.generation_config.num_assistant_tokens = 4
-    run = transformers_arm("theirs", model, assistant_early_exit=kit.EXIT_LAYER).generate(kit.prompt_tensor(), 16)
+    ids = kit.prompt_tensor()
+    run = transformers_arm("theirs", model, assistant_early_exit=kit.EXIT_LAYER).generate(ids, 16)
     assert run.token_ids == kit.without_cache(model, kit.PROMPT, 16)
     assert run.decoded < 15
+    assert share_outside_modules(model, transformers_arm("a", model, assistant_early_exit=2), ids, 16) is None
 
 
 def test_time_inside_modules_is_what_their_calls_take() -> None:
@@ -67,6 +69,7 @@ def test_time_inside_modules_is_what_their_calls_take() -> None:
     handle.remove()
     assert seconds[0] >= 0.04
     share = share_outside_modules(model, transformers_arm("theirs", model), kit.prompt_tensor(), 8)
+    assert share is not None
     assert 0 < share < 1
 
 

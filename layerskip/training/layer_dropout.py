@@ -1,0 +1,113 @@
+"""Layer dropout: in training, a layer is skipped for some samples, which cost it nothing (arXiv 2404.16710, 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from layerskip.model.layered import LayeredModel
+from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DropoutSettings:
+    """How layers are dropped.
+
+    Attributes:
+        max_rate: p_max, the rate of the last layer at full strength; 0 ≤ p_max < 1.
+        schedule: S(t): "constant" for fine-tuning, "exponential" for training from scratch.
+        total_steps: T, global steps of the whole run.
+        seed: of the draws.
+    """
+
+    max_rate: float
+    schedule: str
+    total_steps: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Checks the settings; raises ValueError for a rate, schedule or number of steps that cannot be."""
+        if not 0.0 <= self.max_rate < 1.0:
+            raise ValueError(f"max_rate={self.max_rate} is out of range; allowed is 0 ≤ max_rate < 1.")
+        schedule_factor(self.schedule, 0, self.total_steps)
+
+
+@dataclass
+class Clock:
+    """Where training stands; whoever runs it sets both before every forward pass.
+
+    Attributes:
+        step: the global step.
+        micro_step: the micro-batch within an accumulation window.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+
+
+@contextmanager
+def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Clock) -> Iterator[None]:
+    """Drops layers of `model` in train mode while the block runs; in eval mode nothing changes.
+
+    The `forward` of each decoder layer object is wrapped, and the wrapper taken off at the end: module names,
+    state-dict keys and hooks stay as they are, and a checkpointed layer is recomputed inside the wrapper, with the same
+    draw. A layer that is skipped for the whole batch leaves its parameters without gradients.
+
+    Raises:
+        ValueError: a router loss, which would count skipped tokens, together with layer dropout.
+    """
+    layered = LayeredModel(model)
+    if model.config.to_dict().get("output_router_logits"):
+        raise ValueError("output_router_logits=True cannot be combined with layer dropout; set it to False.")
+    for index, layer in enumerate(layered.layers, start=1):
+        layer.forward = _dropping(layer, index, layered.num_layers, settings, clock)
+    try:
+        yield
+    finally:
+        for layer in layered.layers:
+            # The class's own method shows again.
+            del layer.forward
+
+
+def _dropping(
+    layer: nn.Module, index: int, num_layers: int, settings: DropoutSettings, clock: Clock
+) -> Callable[..., torch.Tensor]:
+    """Returns the wrapped forward of one layer."""
+    run = layer.forward
+
+    def forward(hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if not layer.training:
+            return run(hidden, *arguments, **named)
+        strength = schedule_factor(settings.schedule, clock.step, settings.total_steps)
+        rate = settings.max_rate * strength * depth_factor(index, num_layers)
+        samples = hidden.shape[0]
+        kept = kept_samples(
+            rate, samples, seed=settings.seed, step=clock.step, micro_step=clock.micro_step, layer=index
+        )
+        if kept.all():
+            return run(hidden, *arguments, **named)
+        if not kept.any():
+            return hidden
+        rows = kept.nonzero().squeeze(1).to(hidden.device)
+        sliced = [_rows(argument, rows, samples) for argument in arguments]
+        sliced_named = {name: _rows(argument, rows, samples) for name, argument in named.items()}
+        return hidden.index_copy(0, rows, run(hidden[rows], *sliced, **sliced_named))
+
+    return forward
+
+
+def _rows(argument: Any, rows: torch.Tensor, samples: int) -> Any:
+    """Returns the rows of whatever holds one for each sample; tables that all samples share stay whole."""
+    if isinstance(argument, torch.Tensor) and argument.dim() > 1 and argument.shape[0] == samples:
+        return argument[rows.to(argument.device)]
+    if isinstance(argument, tuple):
+        return tuple(_rows(part, rows, samples) for part in argument)
+    return argument
