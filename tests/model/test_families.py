@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BloomConfig,
@@ -25,7 +26,7 @@ from transformers import (
 
 from layerskip import Engine
 from layerskip.model.cache import SharedCache
-from layerskip.model.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION
+from layerskip.model.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, family_of
 from layerskip.model.layered import LayeredModel, RotaryTables
 from layerskip.model.placement import Placement
 from tests import kit
@@ -450,3 +451,15 @@ def test_wrapping_and_generating_change_nothing_in_the_model(family: str) -> Non
     assert fingerprint(model) == before
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name])
+
+
+OTHERS = (
+    "qwen2 phi3 gpt_neox gptj opt stablelm olmo2 cohere granite mixtral qwen3_moe gpt_oss smollm3 mpt jamba qwen3_next "
+    "gemma3 gemma3n gemma3n_text"
+)
+
+
+@pytest.mark.parametrize("model_type", OTHERS.split())
+def test_every_other_family_is_refused_by_name_from_its_configuration(model_type: str) -> None:
+    with pytest.raises(ValueError, match=f"model_type='{model_type}'.*gemma2, gemma3_text, gpt2, llama, qwen3"):
+        family_of(AutoConfig.for_model(model_type))

@@ -155,7 +155,7 @@ def test_gradients_are_the_same_with_gradient_checkpointing() -> None:
     for checkpointing in (False, True):
         model = kit.l4().train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         with layer_dropout(model, HALF, Clock(step=7)):
             model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
