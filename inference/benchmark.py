@@ -23,6 +23,7 @@ import layerskip
 from layerskip import demo
 from layerskip.comparison.benchmark import Arm, Measurement, engine_arm, measure, transformers_arm
 from layerskip.comparison.table import format_table
+from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.decoding.prompts import read_prompts
 from layerskip.program import as_chat, model_path, read_lines, run_program
 
@@ -88,6 +89,9 @@ def run() -> None:
     engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
     rows = read_prompts(as_chat(texts, engine.tokenizer), engine.tokenizer, None, engine.layered.vocab_size).rows
     prompts = [torch.tensor([row], device=engine.layered.device) for row in rows]
+    check_num_draft_tokens(arguments.num_draft_tokens)
+    for exit_layer in exit_layers:
+        check_exit_layer(exit_layer, engine.layered.num_layers)
     arms = build_arms(engine, arguments, exit_layers)
     measurements: list[Measurement] = []
     for measurements in measure(engine.model, arms, prompts, arguments.max_new_tokens, arguments.repeats):

@@ -19,6 +19,7 @@ import layerskip
 from layerskip import demo
 from layerskip.comparison.audit import first_difference
 from layerskip.comparison.table import format_table
+from layerskip.decoding.plan import check_exit_layer
 from layerskip.program import as_chat, model_path, run_program
 
 # The exit of a checkpoint that names none: four fifths of its layers, where an untrained model begins to agree.
@@ -58,6 +59,7 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
     )
     if engine.exit_layer is None and not engine.metadata.compared:
         num_layers = engine.layered.num_layers
+        check_exit_layer(1, num_layers)
         engine.exit_layer = min(round(UNTRAINED_EXIT * num_layers), num_layers - 1)
         print(f"The checkpoint names no exit layer: it was not trained for early exits. Using {engine.exit_layer}.")
     return engine

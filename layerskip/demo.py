@@ -193,7 +193,8 @@ def _prepare(root: Path) -> None:
         tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=root).cleanup()
         free = shutil.disk_usage(root).free
     except OSError as error:
-        message = f"the cache folder cannot be written ({error.strerror}); set LAYERSKIP_CACHE to one that can"
+        what = "is a file, not a folder" if root.is_file() else f"cannot be written ({error.strerror})"
+        message = f"the cache folder {what}; set LAYERSKIP_CACHE to one that can be written"
         raise OSError(error.errno, message, str(root)) from error
     if free < BYTES_NEEDED:
         raise OSError(errno.ENOSPC, _NO_SPACE, str(root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ def run_program(run: Callable[[], None]) -> None:
     """Runs a program; a mistake of its user ends it with status 2 and one line that says what to do."""
     try:
         run()
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough; Python would complain once more when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, demo.FetchError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -40,7 +44,12 @@ def read_lines(path: Path) -> list[str]:
         OSError: the file cannot be read.
         ValueError: it holds none, or is no UTF-8 text.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        # utf-8-sig drops the mark that some editors put before the first line.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}.") from error
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompt; write one a line.")
     return lines

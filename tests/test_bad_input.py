@@ -411,3 +411,13 @@ def test_a_layer_that_fails_in_the_middle_leaves_the_engine_as_it_was(
         engine.generate(kit.prompt_tensor(), max_new_tokens=24)
     handle.remove()
     assert torch.equal(engine.generate(kit.prompt_tensor(), max_new_tokens=24).sequences, expected)
+
+
+@pytest.mark.parametrize("exit_layer", [None, 1])
+def test_a_model_of_one_layer_has_no_exit(exit_layer: int | None) -> None:
+    model = kit.build(kit.llama_config(num_hidden_layers=1))
+    engine = Engine(model)
+    with pytest.raises(ValueError, match="single layer, which cannot draft for itself; use strategy='autoregressive'"):
+        engine.generate(kit.prompt_tensor(), max_new_tokens=4, exit_layer=exit_layer)
+    result = engine.generate(kit.prompt_tensor(), max_new_tokens=4, strategy="autoregressive")
+    assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor(), max_new_tokens=4))

@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OSError, match=r"cannot be written.*set LAYERSKIP_CACHE.*file"):
+    with pytest.raises(OSError, match=r"is a file, not a folder.*set LAYERSKIP_CACHE.*file"):
         demo.fetch(tmp_path / "file")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from layerskip.program import read_lines
 from tests import kit
 
 PROGRAMS = Path(__file__).parent.parent / "inference"
@@ -133,12 +134,36 @@ def test_mistakes_end_benchmark_with_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_mark_before_the_first_prompt_of_a_file_is_dropped(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(b"\xef\xbb\xbfw1 w5\n")
+    assert read_lines(prompts) == ["w1 w5"]
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"\n", "holds no prompt"), (b"\xff\xfe", "is no UTF-8 text")])
+def test_bad_prompt_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(content)
+    with pytest.raises(ValueError, match=f"prompts.txt {message}"):
+        read_lines(prompts)
+
+
 @pytest.mark.parametrize("program", ["generate.py", "demo.py", "benchmark.py"])
 def test_programs_explain_themselves(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, program, "--help") == 0
     assert "--model" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_early_ends_a_program_quietly(checkpoint: str) -> None:
+    program = [sys.executable, str(PROGRAMS / "generate.py"), "--model", checkpoint, "--exit-layer", "2", "--json"]
+    with subprocess.Popen(
+        [*program, "--prompt", "w1 w5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert "error" not in running.stderr.read()
 
 
 def test_a_program_runs_from_any_folder(checkpoint: str, tmp_path: Path) -> None:

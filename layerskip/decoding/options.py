@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,14 +94,19 @@ def read_options(
     """
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
+    # `None` leaves a length open, as in `generate`.
+    arguments = {name: value for name, value in arguments.items() if not (name == "max_length" and value is None)}
     for name, value in arguments.items():
         if name not in vars(GenerationConfig()):
             raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
         if name in WHOLE_NUMBERS and value is not None:
             _check_whole_number(name, value)
+    # transformers warns about outputs that are asked for without this; results here always carry them.
     if generation_config is None:
-        # transformers warns about outputs that are asked for without this; results here always carry them.
         arguments = {"return_dict_in_generate": True} | arguments
+    else:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.return_dict_in_generate = True
     prepare: Any = model._prepare_generation_config
     config, _ = prepare(generation_config, **arguments)
     _refuse_unsupported(config, arguments)

@@ -10,6 +10,7 @@ from layerskip.model.metadata import Metadata
 STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
 DEFAULT_NUM_DRAFT_TOKENS = 4
 STORED = "config.json's layerskip."
+NO_EXIT = "the model has a single layer, which cannot draft for itself; use strategy='autoregressive'."
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def make_plan(
             f"strategy={strategy!r} without exit_layer: the checkpoint says that no exit pays; pass an exit_layer of "
             f"1..{num_layers - 1} to use one all the same."
         )
+    if num_layers < 2:
+        raise ValueError(f"strategy={strategy!r} needs an exit, and {NO_EXIT}")
     if chosen is None:
         raise ValueError(
             f"strategy={strategy!r} needs exit_layer=1..{num_layers - 1}, and the checkpoint does not name one; "
@@ -88,6 +91,8 @@ def make_plan(
 def check_exit_layer(value: Any, num_layers: int, name: str = "exit_layer") -> int | None:
     """Returns an exit layer, or `None` for none; raises TypeError or ValueError for what is not 1..L − 1."""
     allowed = f"allowed are 1 to {num_layers - 1} (the model has {num_layers} layers, counted from 1)"
+    if num_layers < 2:
+        allowed = NO_EXIT
     return _checked_count(name, value, num_layers - 1, allowed)
 
 

@@ -134,6 +134,8 @@ def _tokenize(prompt: Any, index: int, tokenizer: PreTrainedTokenizerBase | None
             "prompts are text, but the engine has no tokenizer; pass Engine(model, tokenizer) or token ids."
         )
     if is_text:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"prompts[{index}] holds bytes that are not UTF-8 text; decode them first.")
         return list(tokenizer(prompt)["input_ids"])
     if not prompt:
         return []
@@ -142,7 +144,12 @@ def _tokenize(prompt: Any, index: int, tokenizer: PreTrainedTokenizerBase | None
             f"prompts[{index}] is a list of messages, but the tokenizer has no chat template; pass a string, or set "
             "tokenizer.chat_template."
         )
-    encoded: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    from jinja2 import TemplateError
+
+    try:
+        encoded: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"prompts[{index}] is refused by the tokenizer's chat template: {error}") from error
     return list(encoded["input_ids"])
 
 

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from layerskip.model.families import family_of
@@ -57,7 +58,7 @@ def load_model(
         )
         has_tokenizer = not Path(source).is_dir() or any(Path(source, name).is_file() for name in TOKENIZER_FILES)
         tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"path_or_id={os.fspath(path_or_id)!r} cannot be loaded: {error}") from error
     return model.to(device).eval(), tokenizer
 

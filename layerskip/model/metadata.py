@@ -32,7 +32,7 @@ class Metadata:
         """Returns the metadata that stands in a model's configuration; an empty one where there is none.
 
         Raises:
-            ValueError: metadata in a format that this version does not know.
+            ValueError: metadata in a format that this version does not know, or a number that is no integer.
         """
         stored = config.to_dict().get(KEY)
         if stored is None:
@@ -42,4 +42,8 @@ class Metadata:
                 f"config.json[{KEY!r}]={stored!r} is not in format {FORMAT}, the one that this version reads; "
                 "update layerskip or remove the entry."
             )
+        for name in ("exit_layer", "num_draft_tokens"):
+            value = stored.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"config.json's {KEY}.{name}={value!r} is a {type(value).__name__}, not an integer.")
         return cls("exit_layer" in stored, stored.get("exit_layer"), stored.get("num_draft_tokens"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import logging
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -453,3 +454,19 @@ def test_one_generation_config_serves_two_calls(model: PreTrainedModel) -> None:
     engine = Engine(model, exit_layer=2)
     first = engine.generate(kit.prompt_tensor(), generation_config=config)
     assert torch.equal(first.sequences, engine.generate(kit.prompt_tensor(), generation_config=config).sequences)
+
+
+def test_a_config_of_the_call_that_asks_for_logits_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    settings = GenerationConfig(max_new_tokens=3, output_logits=True, return_dict_in_generate=True)
+    before = settings.to_dict()
+    logging.getLogger("transformers").propagate = True
+    result = Engine(kit.mixed(), exit_layer=2).generate(kit.prompt_tensor(), generation_config=settings)
+    assert result.logits is not None
+    assert caplog.messages == []
+    assert settings.to_dict() == before
+
+
+def test_a_length_of_none_leaves_it_open() -> None:
+    engine = Engine(kit.mixed(), exit_layer=2)
+    shape = engine.generate(kit.prompt_tensor(), max_length=None, max_new_tokens=None).sequences.shape
+    assert shape == (1, len(kit.PROMPT) + 20)

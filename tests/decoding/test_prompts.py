@@ -318,3 +318,15 @@ def test_a_pad_token_within_a_prompt_asks_for_a_mask() -> None:
         engine.generate(ids, pad_token_id=0, max_new_tokens=4)
     result = engine.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, max_new_tokens=8)
     assert result.sequences[0, 5:].tolist() == kit.without_cache(model, [3, 5, 0, 60, 9], 8)
+
+
+def test_bytes_that_are_no_text_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds bytes that are not UTF-8"):
+        read_prompts("w1 \udcff", kit.word_tokenizer(), None, kit.VOCAB)
+
+
+def test_what_a_chat_template_refuses_is_refused_by_name() -> None:
+    tokenizer = kit.word_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"prompts\[0\] is refused by the tokenizer's chat template: roles must"):
+        read_prompts([{"role": "user", "content": "w1"}], tokenizer, None, kit.VOCAB)

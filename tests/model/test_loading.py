@@ -434,7 +434,6 @@ def test_metadata_of_an_unknown_format_is_refused(folder: Path, metadata: Any) -
     [
         ({"exit_layer": 4}, ValueError, "exit_layer=4 is out of range; allowed are 1 to 3"),
         ({"exit_layer": 0}, ValueError, "exit_layer=0 is out of range; allowed are 1 to 3"),
-        ({"exit_layer": "2"}, TypeError, "exit_layer='2' is a str"),
         ({"exit_layer": 2, "num_draft_tokens": 0}, ValueError, "num_draft_tokens=0 is out of range"),
     ],
 )
@@ -457,3 +456,18 @@ def test_metadata_survives_saving_by_transformers(folder: Path, tmp_path: Path) 
     layerskip.load(describe(folder, metadata)).model.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["layerskip"] == metadata
     assert used(layerskip.load(tmp_path / "again")) == ("self_speculative", 2, 3)
+
+
+def test_a_damaged_weight_file_is_refused_by_name(folder: Path) -> None:
+    weights = folder / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"path_or_id=.*cannot be loaded"):
+        layerskip.load(folder)
+
+
+def test_a_recommendation_that_is_no_number_is_refused_when_the_checkpoint_is_loaded(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["layerskip"] = {"format": 1, "exit_layer": "2"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="exit_layer='2' is a str, not an integer"):
+        layerskip.load(folder)
