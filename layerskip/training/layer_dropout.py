@@ -67,14 +67,17 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
     layered = LayeredModel(model)
     if model.config.to_dict().get("output_router_logits"):
         raise ValueError("output_router_logits=True cannot be combined with layer dropout; set it to False.")
+    # A layer may carry a forward of its own, as accelerate's hooks put there; it is wrapped and comes back.
+    own = [vars(layer).get("forward") for layer in layered.layers]
     for index, layer in enumerate(layered.layers, start=1):
         layer.forward = _dropping(layer, index, layered.num_layers, settings, clock)
     try:
         yield
     finally:
-        for layer in layered.layers:
-            # The class's own method shows again.
+        for layer, forward in zip(layered.layers, own, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def _dropping(

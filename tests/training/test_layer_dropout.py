@@ -149,6 +149,22 @@ def test_wrappers_leave_keys_alone_and_come_off_cleanly() -> None:
     assert keys_and_methods(model) == before
 
 
+def test_a_forward_that_a_layer_had_of_its_own_comes_back() -> None:
+    model = kit.l4().train()
+    layer = kit.layers_of(model)[3]
+    plain, calls = layer.forward, [0]
+
+    def own(*arguments: object, **named: object) -> object:
+        calls[0] += 1
+        return plain(*arguments, **named)
+
+    layer.forward = own
+    with layer_dropout(model, DropoutSettings(0.0, "constant", 10, 0), Clock()):
+        model(kit.prompt_tensor(), use_cache=False)
+    assert layer.forward is own
+    assert calls == [1]
+
+
 def test_gradients_are_the_same_with_gradient_checkpointing() -> None:
     ids = torch.randint(1, kit.VOCAB, (6, 9), generator=torch.Generator().manual_seed(1))
     gradients = []
