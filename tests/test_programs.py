@@ -58,26 +58,32 @@ def test_generate_writes_a_json_line_for_every_prompt_of_a_file(
     assert answers[0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "w1"], "inference/compare_exits.py"),
-        (["--prompt", "w1", "--exit-layer", "4"], "exit_layer=4 is out of range"),
-        (["--prompt", "", "--exit-layer", "2"], "prompts[0] is empty"),
-        (["--prompt", "w1", "--exit-layer", "2", "--chat"], "--chat needs a chat template"),
-        (["--prompts", "nothing.txt", "--exit-layer", "2"], "nothing.txt"),
-        (["--prompt", "w1", "--strategy", "fast"], "strategy='fast' is unknown"),
-        (["--prompt", "w1", "--dtype", "int4"], "dtype='int4' is unknown"),
-    ],
-)
-def test_mistakes_end_generate_with_one_line(
+MISTAKES = [
+    ("generate.py", ["--prompt", "w1"], "inference/compare_exits.py"),
+    ("generate.py", ["--prompt", "w1", "--exit-layer", "4"], "exit_layer=4 is out of range"),
+    ("generate.py", ["--prompt", "", "--exit-layer", "2"], "prompts[0] is empty"),
+    ("generate.py", ["--prompt", "w1", "--exit-layer", "2", "--chat"], "--chat needs a chat template"),
+    ("generate.py", ["--prompts", "nothing.txt", "--exit-layer", "2"], "nothing.txt"),
+    ("generate.py", ["--prompt", "w1", "--strategy", "fast"], "strategy='fast' is unknown"),
+    ("generate.py", ["--prompt", "w1", "--dtype", "int4"], "dtype='int4' is unknown"),
+    ("demo.py", ["--exit-layer", "9"], "exit_layer=9 is out of range"),
+    ("benchmark.py", ["--exit-layers", "1,x"], "--exit-layers '1,x'"),
+    ("benchmark.py", ["--exit-layers", "9"], "exit_layer=9 is out of range"),
+    ("benchmark.py", ["--exit-layers", "2", "--repeats", "0"], "repeats=0"),
+    ("benchmark.py", ["--exit-layers", "2", "--max-new-tokens", "1"], "max_new_tokens=1"),
+]
+
+
+@pytest.mark.parametrize(("program", "arguments", "message"), MISTAKES)
+def test_mistakes_end_a_program_with_one_line(
     checkpoint: str,
+    program: str,
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "generate.py", "--model", checkpoint, *arguments) == 2
+    assert run(monkeypatch, program, "--model", checkpoint, *arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
     assert lines[-1].startswith("error: ")
@@ -112,26 +118,6 @@ def test_benchmark_prints_a_table_and_ends_with_json(
     plain, generate = summary["arms"][:2]
     assert plain["layer_tokens"] == generate["layer_tokens"]
     assert any(line.split()[:1] == ["hf_generate"] for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--exit-layers", "1,x"], "--exit-layers '1,x'"),
-        (["--exit-layers", "9"], "exit_layer=9 is out of range"),
-        (["--exit-layers", "2", "--repeats", "0"], "repeats=0"),
-        (["--exit-layers", "2", "--max-new-tokens", "1"], "max_new_tokens=1"),
-    ],
-)
-def test_mistakes_end_benchmark_with_one_line(
-    checkpoint: str,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(monkeypatch, "benchmark.py", "--model", checkpoint, *arguments) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_mark_before_the_first_prompt_of_a_file_is_dropped(tmp_path: Path) -> None:
