@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 KEY = "layerskip"
+ADAPTER_FILE = "layerskip.json"
 FORMAT = 1
 
 

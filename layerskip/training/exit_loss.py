@@ -1,46 +1,38 @@
-"""The loss of several exits at once, over token chunks, so that no exit ever holds logits for the whole batch."""
+"""The losses of several exits at once, over token chunks, so that no exit ever holds logits for the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import kl_div
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from layerskip.model.layered import LayeredModel
 
 IGNORED = -100
 
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Returns Σ −log p(label) over tokens: logits `(tokens, vocabulary)`, labels `(tokens,)`; `target` is not used."""
-    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+Logits = Callable[[torch.Tensor], torch.Tensor]
+ExitLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def self_distillation(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Returns Σ KL(target ‖ exit) over tokens, at temperature 1; `target` are the last layer's logits, detached."""
-    wanted = torch.log_softmax(_given(target).float(), dim=-1)
-    return torch.nn.functional.kl_div(
-        torch.log_softmax(logits.float(), dim=-1), wanted, reduction="sum", log_target=True
-    )
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Returns −log p(label) for each token: logits `(tokens, vocabulary)`, labels `(tokens,)`; `target` is not used."""
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def acceptance(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Returns Σ −log Σ_x min(p(x), q(x)) over tokens: the log of the chance that a sampled draft is accepted."""
-    wanted = torch.softmax(_given(target).float(), dim=-1)
+def self_distillation(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Returns KL(target ‖ exit) for each token, at temperature 1; `target` are logits like `logits`."""
+    wanted = torch.log_softmax(target.float(), dim=-1)
+    return kl_div(torch.log_softmax(logits.float(), dim=-1), wanted, reduction="none", log_target=True).sum(dim=-1)
+
+
+def acceptance(logits: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Returns −log Σ_x min(p(x), q(x)) for each token: the log of the chance that a sampled draft is accepted."""
+    wanted = torch.softmax(target.float(), dim=-1)
     overlap = torch.minimum(torch.softmax(logits.float(), dim=-1), wanted).sum(dim=-1)
-    return -overlap.clamp_min(torch.finfo(overlap.dtype).tiny).log().sum()
+    return -overlap.clamp_min(torch.finfo(overlap.dtype).tiny).log()
 
 
-def _given(target: torch.Tensor | None) -> torch.Tensor:
-    if target is None:
-        raise ValueError("this loss compares an exit with the last layer, and no logits of that were given.")
-    return target
-
-
-ExitLoss = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 LOSSES: dict[str, ExitLoss] = {
     "cross_entropy": cross_entropy,
     "self_distillation": self_distillation,
@@ -48,47 +40,92 @@ LOSSES: dict[str, ExitLoss] = {
 }
 
 
-def chunked_exit_losses(
-    model: LayeredModel,
+@dataclass(frozen=True)
+class Teacher:
+    """A distribution to learn from: `logits(states)`, without gradients.
+
+    Attributes:
+        states: the last layer's output for each token, before the final norm, `(tokens, hidden)`.
+        logits: norm, head and soft-cap of the model they come from.
+    """
+
+    states: torch.Tensor
+    logits: Logits
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Losses token by token.
+
+    Attributes:
+        exits: of each exit, `(exits, tokens)`.
+        last: the last layer's cross entropy, `(tokens,)`.
+        guard: KL(original ‖ last layer), `(tokens,)`; zeros without an original.
+        agreements: whether an exit's first choice is the last layer's, `(exits, tokens)`, bool.
+    """
+
+    exits: torch.Tensor
+    last: torch.Tensor
+    guard: torch.Tensor
+    agreements: torch.Tensor
+
+
+def chunked_token_losses(
+    logits: Logits,
     states: Sequence[torch.Tensor],
     last: torch.Tensor,
     labels: torch.Tensor,
     loss: ExitLoss,
-    chunk_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Returns the summed losses of some exits and of the last layer, and the number of tokens that count.
+    *,
+    logit_rows: int,
+    target: Teacher | None = None,
+    original: Teacher | None = None,
+) -> TokenLosses:
+    """Returns the losses of some exits and of the last layer, for tokens that count; at least one.
 
-    The labels are shifted here, once: position i is judged by label i + 1. Logits are made for `chunk_tokens` tokens
-    at a time and made again in the backward pass, so that memory holds one chunk's at any time.
+    Logits are made for a chunk of tokens at a time and made again in the backward pass, so that memory holds no more
+    than `logit_rows` rows of them at any time.
 
     Args:
-        model: gives norm, head and soft-cap.
-        states: the output of each exit layer, `(batch, tokens, hidden)`.
-        last: the output of the last layer, before the final norm.
-        labels: `(batch, tokens)`; −100 where a token does not count.
+        logits: the model's norm, head and soft-cap.
+        states: the output of each exit layer, `(tokens, hidden)`.
+        last: the output of the last layer, before the final norm, `(tokens, hidden)`.
+        labels: the token that follows each, `(tokens,)`.
         loss: of an exit; the last layer's is always cross entropy.
-        chunk_tokens: tokens a chunk, at least 1.
-
-    Returns:
-        `(exits,)`, a scalar, and a count. All are 0 where no token counts, with gradients of 0.
+        logit_rows: rows of logits held at a time, of all distributions together.
+        target: what `loss` compares the exits with; without it the last layer as it is in this pass, detached.
+        original: what the last layer is held to.
     """
-    targets = labels[:, 1:]
-    counts = targets != IGNORED
-    kept = targets[counts]
-    hidden = [state[:, :-1][counts.to(state.device)] for state in (*states, last)]
-    total = sum(state.sum() * 0.0 for state in hidden)
-    exits = torch.zeros(len(states), device=last.device) + total
-    final = torch.zeros((), device=last.device) + total
+    teachers = [teacher for teacher in (target, original) if teacher is not None]
 
     def losses(chunk_labels: torch.Tensor, *chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model.logits(chunk[-1])
-        of_exits = [loss(model.logits(state), chunk_labels, logits.detach()) for state in chunk[:-1]]
-        return torch.stack(of_exits) if of_exits else exits, cross_entropy(logits, chunk_labels, None)
+        of_exits, (of_last, *of_teachers) = chunk[: len(states)], chunk[len(states) :]
+        last_logits = logits(of_last)
+        with torch.no_grad():
+            taught = {id(teacher): teacher.logits(part) for teacher, part in zip(teachers, of_teachers, strict=True)}
+        goal = last_logits.detach() if target is None else taught[id(target)]
+        choice = last_logits.argmax(dim=-1)
+        rows, agreements = [], []
+        for state in of_exits:
+            exit_logits = logits(state)
+            rows.append(loss(exit_logits, chunk_labels, goal))
+            agreements.append(exit_logits.argmax(dim=-1) == choice)
+        rows.append(cross_entropy(last_logits, chunk_labels, goal))
+        if original is not None:
+            rows.append(self_distillation(last_logits, chunk_labels, taught[id(original)]))
+        return torch.stack(rows), torch.stack(agreements) if agreements else choice.new_empty(0, len(choice)).bool()
 
-    for begin in range(0, kept.numel(), chunk_tokens):
+    chunk_tokens = max(1, logit_rows // (len(states) + 1 + len(teachers)))
+    per_token, agreed = [], []
+    for begin in range(0, labels.numel(), chunk_tokens):
         part = slice(begin, begin + chunk_tokens)
-        chunk_exits, chunk_final = checkpoint(
-            losses, kept[part], *(state[part] for state in hidden), use_reentrant=False
-        )
-        exits, final = exits + chunk_exits, final + chunk_final
-    return exits, final, kept.numel()
+        hidden = [state[part] for state in (*states, last, *(teacher.states for teacher in teachers))]
+        if torch.is_grad_enabled():
+            chunk_losses, chunk_agreements = checkpoint(losses, labels[part], *hidden, use_reentrant=False)
+        else:
+            chunk_losses, chunk_agreements = losses(labels[part], *hidden)
+        per_token.append(chunk_losses)
+        agreed.append(chunk_agreements)
+    whole = torch.cat(per_token, dim=1)
+    guard = whole[-1] if original is not None else torch.zeros_like(whole[0])
+    return TokenLosses(whole[: len(states)], whole[len(states)], guard, torch.cat(agreed, dim=1))

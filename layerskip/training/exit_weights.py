@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def paper_weight(exit_layer: int, num_layers: int, exit_scale: float) -> float:
+def paper_weight(exit_layer: int, num_layers: int, e_scale: float) -> float:
     """Returns e(l) of the paper for l = `exit_layer` − 1, before normalisation.
 
     e(l) = e_scale · Σ_{i=0..l} i for l < L − 1, and e(L − 1) = (L − 1) + e_scale · Σ_{i=0..L−2} i.
 
     Args:
         exit_layer: 1 to L; L is the last layer.
-        exit_scale: e_scale, 0 to 1; at 0 only the last layer counts.
+        e_scale: e_scale, 0 to 1; at 0 only the last layer counts.
     """
     index = exit_layer - 1
     if exit_layer < num_layers:
-        return exit_scale * index * (index + 1) / 2
-    return index + exit_scale * (index - 1) * index / 2
+        return e_scale * index * (index + 1) / 2
+    return index + e_scale * (index - 1) * index / 2
 
 
 def normalised(weights: Mapping[int, float]) -> dict[int, float]:
@@ -35,7 +35,7 @@ def normalised(weights: Mapping[int, float]) -> dict[int, float]:
     return {exit_layer: weight / total for exit_layer, weight in weights.items()}
 
 
-def rotational_exits(step: int, exit_layers: Sequence[int], every: int) -> list[int]:
+def rotational_exits(step: int, exit_layers: Sequence[int], rotation: int) -> list[int]:
     """Returns the exits that are on at a step: the j-th of the list (from 0) iff (j − t) mod R = 0.
 
     Over all exits 1..L−1 this is C_rot,R of the paper, where j is its l. The last layer is not in the list: its loss is
@@ -43,16 +43,14 @@ def rotational_exits(step: int, exit_layers: Sequence[int], every: int) -> list[
 
     Args:
         step: t, the global step from 0.
-        every: R, how many steps a rotation takes.
+        rotation: R, how many steps a rotation takes.
 
     Raises:
-        ValueError: R below 1 or above the number of exits, where some steps would train none.
+        ValueError: R below 1.
     """
-    if not 1 <= every <= len(exit_layers):
-        raise ValueError(
-            f"rotation every={every} is out of range; allowed are 1 to {len(exit_layers)}, the exits' number."
-        )
-    return [exit_layer for index, exit_layer in enumerate(exit_layers) if (index - step) % every == 0]
+    if rotation < 1:
+        raise ValueError(f"rotation={rotation} must be at least 1.")
+    return [exit_layer for index, exit_layer in enumerate(exit_layers) if (index - step) % rotation == 0]
 
 
 def gradual_exits(step: int, exit_layers: Sequence[int], num_layers: int, total_steps: int) -> list[int]:

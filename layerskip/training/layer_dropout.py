@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from layerskip.model.layered import LayeredModel
+from layerskip.training.clock import Clock
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
+from layerskip.training.strict import UNKNOWN_KEYS_FAIL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,47 +21,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropoutSettings:
-    """How layers are dropped.
+    """How layers are dropped: layer l of sample s is skipped with probability S(t) · D(l) · p_max.
 
     Attributes:
-        max_rate: p_max, the rate of the last layer at full strength; 0 ≤ p_max < 1.
-        schedule: S(t): "constant" for fine-tuning, "exponential" for training from scratch.
-        total_steps: T, global steps of the whole run.
-        seed: of the draws.
+        p_max: the rate of the last layer at full strength; 0 ≤ p_max < 1, and 0 drops nothing.
+        schedule: S(t): "constant" for fine-tuning and continual pre-training, "exponential" for training from scratch.
     """
 
-    max_rate: float
-    schedule: str
-    total_steps: int
-    seed: int
+    __pydantic_config__ = UNKNOWN_KEYS_FAIL
+
+    p_max: float = 0.0
+    schedule: str = "constant"
 
     def __post_init__(self) -> None:
-        """Checks the settings; raises ValueError for a rate, schedule or number of steps that cannot be."""
-        if not 0.0 <= self.max_rate < 1.0:
-            raise ValueError(f"max_rate={self.max_rate} is out of range; allowed is 0 ≤ max_rate < 1.")
-        schedule_factor(self.schedule, 0, self.total_steps)
-
-
-@dataclass
-class Clock:
-    """Where training stands; whoever runs it sets both before every forward pass.
-
-    Attributes:
-        step: the global step.
-        micro_step: the micro-batch within an accumulation window.
-    """
-
-    step: int = 0
-    micro_step: int = 0
+        """Checks the settings; raises ValueError for a rate or schedule that cannot be."""
+        if not 0.0 <= self.p_max < 1.0:
+            raise ValueError(f"p_max={self.p_max} is out of range; allowed is 0 ≤ p_max < 1.")
+        schedule_factor(self.schedule, 0, 1)
 
 
 @contextmanager
-def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Clock) -> Iterator[None]:
+def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Clock, seed: int) -> Iterator[None]:
     """Drops layers of `model` in train mode while the block runs; in eval mode nothing changes.
 
     The `forward` of each decoder layer object is wrapped, and the wrapper taken off at the end: module names,
     state-dict keys and hooks stay as they are, and a checkpointed layer is recomputed inside the wrapper, with the same
     draw. A layer that is skipped for the whole batch leaves its parameters without gradients.
+
+    Args:
+        model: any supported causal LM; of a PEFT model its base model.
+        settings: the rates.
+        clock: where training stands.
+        seed: of the draws; the same on every rank.
 
     Raises:
         ValueError: a router loss, which would count skipped tokens, together with layer dropout.
@@ -70,7 +63,7 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
     # A layer may carry a forward of its own, as accelerate's hooks put there; it is wrapped and comes back.
     own = [vars(layer).get("forward") for layer in layered.layers]
     for index, layer in enumerate(layered.layers, start=1):
-        layer.forward = _dropping(layer, index, layered.num_layers, settings, clock)
+        layer.forward = _dropping(layer, index, layered.num_layers, settings, clock, seed)
     try:
         yield
     finally:
@@ -81,20 +74,20 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
 
 
 def _dropping(
-    layer: nn.Module, index: int, num_layers: int, settings: DropoutSettings, clock: Clock
+    layer: nn.Module, index: int, num_layers: int, settings: DropoutSettings, clock: Clock, seed: int
 ) -> Callable[..., torch.Tensor]:
     """Returns the wrapped forward of one layer."""
     run = layer.forward
 
+    # A compiled graph would keep the draws of its first step; what is inside the layer compiles all the same.
+    @torch.compiler.disable(recursive=False)
     def forward(hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         if not layer.training:
             return run(hidden, *arguments, **named)
-        strength = schedule_factor(settings.schedule, clock.step, settings.total_steps)
-        rate = settings.max_rate * strength * depth_factor(index, num_layers)
+        strength = schedule_factor(settings.schedule, clock.step, clock.total_steps)
+        rate = settings.p_max * strength * depth_factor(index, num_layers)
         samples = hidden.shape[0]
-        kept = kept_samples(
-            rate, samples, seed=settings.seed, step=clock.step, micro_step=clock.micro_step, layer=index
-        )
+        kept = kept_samples(rate, samples, seed=seed, step=clock.step, micro_step=clock.micro_step, layer=index)
         if kept.all():
             return run(hidden, *arguments, **named)
         if not kept.any():

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.model.layered import LayeredModel
-from layerskip.training.exit_loss import LOSSES, chunked_exit_losses
+from layerskip.training.exit_loss import LOSSES, Teacher, TokenLosses, chunked_token_losses
 from tests import kit
 
 EXITS = (1, 3)
 
 
 def states_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the outputs of the exit layers and of the last layer, before the final norm, with gradients."""
+    """Returns the outputs of the exit layers and of the last layer for all tokens but the last, `(tokens, hidden)`."""
     taken: list[torch.Tensor] = []
     layers = kit.layers_of(model)
     wanted = [layers[exit_layer - 1] for exit_layer in (*EXITS, kit.NUM_LAYERS)]
@@ -22,92 +22,121 @@ def states_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     model(ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return taken
+    return [state[:, :-1].flatten(0, 1) for state in taken]
 
 
-def naive(model: PreTrainedModel, states: list[torch.Tensor], labels: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """Returns the summed loss of each exit and of the last layer, from logits for the whole batch."""
+def naive(model: PreTrainedModel, states: list[torch.Tensor], labels: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns each exit's loss and the last layer's for each token, from logits for the whole batch."""
     layered = LayeredModel(model)
-    logits = [layered.logits(state)[:, :-1].flatten(0, 1) for state in states]
-    targets = labels[:, 1:].flatten()
-    kept = targets != -100
-    final = torch.nn.functional.cross_entropy(logits[-1][kept], targets[kept], reduction="sum")
-    p = logits[-1][kept].softmax(-1).detach()
-    sums = []
+    logits = [layered.logits(state) for state in states]
+    p = logits[-1].softmax(-1).detach()
+    rows = []
     for exit_logits in logits[:-1]:
-        q = exit_logits[kept].softmax(-1)
+        q = exit_logits.softmax(-1)
         if name == "cross_entropy":
-            sums.append(torch.nn.functional.cross_entropy(exit_logits[kept], targets[kept], reduction="sum"))
+            rows.append(-q.log()[torch.arange(len(labels)), labels])
         elif name == "self_distillation":
-            sums.append((p * (p.log() - q.log())).sum())
+            rows.append((p * (p.log() - q.log())).sum(-1))
         else:
-            sums.append(-torch.minimum(p, q).sum(-1).log().sum())
-    return [*sums, final]
+            rows.append(-torch.minimum(p, q).sum(-1).log())
+    rows.append(-logits[-1].softmax(-1).log()[torch.arange(len(labels)), labels])
+    return torch.stack(rows)
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels of three rows, of which different parts count."""
+    """Ids of three rows, and the token after each but the last."""
     ids = torch.randint(1, kit.VOCAB, (3, 11), generator=torch.Generator().manual_seed(2))
-    labels = ids.clone()
-    labels[0, :4] = labels[1, 7:] = -100
-    return ids, labels
+    return ids, ids[:, 1:].flatten()
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def losses(model: PreTrainedModel, states: list[torch.Tensor], labels: torch.Tensor, name: str) -> TokenLosses:
+    *exits, last = states
+    return chunked_token_losses(LayeredModel(model).logits, exits, last, labels, LOSSES[name], logit_rows=12)
+
+
+@pytest.mark.parametrize("logit_rows", [1, 12, 10_000])
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_losses_and_gradients_equal_the_naive_ones(family: str, name: str, chunk_tokens: int) -> None:
+def test_losses_and_gradients_equal_the_naive_ones(family: str, name: str, logit_rows: int) -> None:
     ids, labels = example()
     results = []
     for chunked in (True, False):
         model = kit.build(kit.CONFIGS[family](tie_word_embeddings=True))
         *exits, last = states_of(model, ids)
         if chunked:
-            sums, final, count = chunked_exit_losses(
-                LayeredModel(model), exits, last, labels, LOSSES[name], chunk_tokens
+            found = chunked_token_losses(
+                LayeredModel(model).logits, exits, last, labels, LOSSES[name], logit_rows=logit_rows
             )
-            assert count == int((labels[:, 1:] != -100).sum())
-            losses = [*sums, final]
+            per_token = torch.cat([found.exits, found.last[None]])
         else:
-            losses = naive(model, [*exits, last], labels, name)
-        torch.stack(losses).mean().backward()
-        results.append((losses, {key: parameter.grad for key, parameter in model.named_parameters()}))
-    for ours, theirs in zip(results[0][0], results[1][0], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            per_token = naive(model, [*exits, last], labels, name)
+        per_token.mean().backward()
+        results.append((per_token, {key: parameter.grad for key, parameter in model.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
     for key, gradient in results[1][1].items():
         assert gradient is not None
         torch.testing.assert_close(results[0][1][key], gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_the_last_layers_loss_is_the_models_own() -> None:
+def test_agreement_is_the_first_choice_of_both() -> None:
     ids, labels = example()
-    model = kit.l4()
-    *exits, last = states_of(model, ids)
-    _, final, count = chunked_exit_losses(LayeredModel(model), exits, last, labels, LOSSES["cross_entropy"], 4)
-    torch.testing.assert_close(final / count, model(ids, labels=labels, use_cache=False).loss, atol=1e-6, rtol=0)
-
-
-def test_without_labels_that_count_losses_and_gradients_are_zero() -> None:
-    ids, labels = example()
-    model = kit.l4()
-    *exits, last = states_of(model, ids)
-    sums, final, count = chunked_exit_losses(
-        LayeredModel(model), exits, last, torch.full_like(labels, -100), LOSSES["cross_entropy"], 4
-    )
-    (sums.sum() + final).backward()
-    assert (count, final.item(), sums.tolist()) == (0, 0.0, [0.0, 0.0])
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    model = kit.mixed()
+    states = states_of(model, ids)
+    first = [LayeredModel(model).logits(state).argmax(-1) for state in states]
+    expected = torch.stack([choice == first[-1] for choice in first[:-1]])
+    assert torch.equal(losses(model, states, labels, "cross_entropy").agreements, expected)
+    assert 0 < expected[1].float().mean() < 1
 
 
 def test_an_exit_is_taught_by_the_last_layer_and_not_the_other_way() -> None:
     """Self-distillation of an exit moves nothing above it."""
     ids, labels = example()
     model = kit.l4()
-    *exits, last = states_of(model, ids)
-    sums, _, _ = chunked_exit_losses(LayeredModel(model), exits, last, labels, LOSSES["self_distillation"], 4)
-    sums[0].backward()
+    losses(model, states_of(model, ids), labels, "self_distillation").exits[0].sum().backward()
     layers = kit.layers_of(model)
     assert layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
     for layer in layers[1:]:
         gradient = layer.mlp.up_proj.weight.grad
         assert gradient is None or not gradient.any()
+
+
+def test_a_given_target_teaches_instead_of_the_last_layer() -> None:
+    ids, labels = example()
+    model, other = kit.l4(), kit.l4(seed=1)
+    *exits, last = states_of(model, ids)
+    target = states_of(other, ids)[-1]
+    teacher = Teacher(target, LayeredModel(other).logits)
+    found = chunked_token_losses(
+        LayeredModel(model).logits, exits, last, labels, LOSSES["self_distillation"], logit_rows=12, target=teacher
+    )
+    p = LayeredModel(other).logits(target).softmax(-1)
+    q = LayeredModel(model).logits(exits[0]).softmax(-1)
+    torch.testing.assert_close(found.exits[0], (p * (p.log() - q.log())).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_the_guard_holds_the_last_layer_to_the_original() -> None:
+    ids, labels = example()
+    model, other = kit.l4(), kit.l4(seed=1)
+    *exits, last = states_of(model, ids)
+    original = Teacher(states_of(other, ids)[-1], LayeredModel(other).logits)
+    found = chunked_token_losses(
+        LayeredModel(model).logits, exits, last, labels, LOSSES["cross_entropy"], logit_rows=12, original=original
+    )
+    p = LayeredModel(other).logits(original.states).softmax(-1)
+    q = LayeredModel(model).logits(last).softmax(-1)
+    torch.testing.assert_close(found.guard, (p * (p.log() - q.log())).sum(-1), atol=1e-5, rtol=1e-5)
+    found.guard.sum().backward()
+    assert kit.layers_of(model)[3].mlp.up_proj.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in other.parameters())
+
+
+def test_no_exit_holds_logits_for_all_tokens() -> None:
+    """The head sees at most `logit_rows` rows in a chunk, in the forward and in the backward pass."""
+    ids, labels = example()
+    model = kit.l4()
+    states = states_of(model, ids)
+    rows: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[0]))
+    losses(model, states, labels, "cross_entropy").exits.sum().backward()
+    assert sum(rows) == 2 * 3 * len(labels)
+    assert set(rows) <= {4, len(labels) % 4}

@@ -7,10 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
-from layerskip.training.layer_dropout import Clock, DropoutSettings, layer_dropout
+from layerskip.training.clock import Clock
+from layerskip.training.layer_dropout import DropoutSettings, layer_dropout
 from tests import kit
 
-HALF = DropoutSettings(max_rate=0.5, schedule="constant", total_steps=100, seed=3)
+HALF = DropoutSettings(p_max=0.5)
+SEED = 3
 
 
 def test_rates_of_four_layers() -> None:
@@ -44,23 +46,17 @@ def test_draws_follow_from_their_arguments_alone() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [
-        ({"max_rate": 1.0}, "max_rate=1.0"),
-        ({"max_rate": -0.1}, "max_rate=-0.1"),
-        ({"schedule": "linear"}, "schedule='linear'"),
-        ({"total_steps": 0}, "total_steps"),
-    ],
+    [({"p_max": 1.0}, "p_max=1.0"), ({"p_max": -0.1}, "p_max=-0.1"), ({"schedule": "linear"}, "schedule='linear'")],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], name: str) -> None:
-    whole = {"max_rate": 0.1, "schedule": "constant", "total_steps": 10, "seed": 0}
     with pytest.raises(ValueError, match=name):
-        DropoutSettings(**{**whole, **settings})  # type: ignore[arg-type]
+        DropoutSettings(**settings)  # type: ignore[arg-type]
 
 
 def drops(settings: DropoutSettings, clock: Clock, samples: int) -> list[list[bool]]:
     """Returns for each layer which samples are kept."""
-    rates = [settings.max_rate * depth_factor(layer, kit.NUM_LAYERS) for layer in range(1, kit.NUM_LAYERS + 1)]
-    here = {"seed": settings.seed, "step": clock.step, "micro_step": clock.micro_step}
+    rates = [settings.p_max * depth_factor(layer, kit.NUM_LAYERS) for layer in range(1, kit.NUM_LAYERS + 1)]
+    here = {"seed": SEED, "step": clock.step, "micro_step": clock.micro_step}
     return [kept_samples(rate, samples, layer=layer, **here).tolist() for layer, rate in enumerate(rates, start=1)]
 
 
@@ -74,8 +70,8 @@ def test_each_sample_passes_the_layers_that_keep_it_and_no_other(family: str) ->
     ids = torch.randint(1, kit.VOCAB, (6, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :3] = mask[4, :5] = 0
-    clock = Clock(step=7)
-    with layer_dropout(model, HALF, clock):
+    clock = Clock(100, step=7)
+    with layer_dropout(model, HALF, clock, SEED):
         mixed = model(ids, attention_mask=mask, use_cache=False).logits
     kept = drops(HALF, clock, 6)
     assert any(not all(layer) and any(layer) for layer in kept)
@@ -94,7 +90,7 @@ def test_each_sample_passes_the_layers_that_keep_it_and_no_other(family: str) ->
 def test_dropped_samples_cost_nothing() -> None:
     model = kit.l4().train()
     ids = torch.randint(1, kit.VOCAB, (8, 5))
-    clock = Clock()
+    clock = Clock(100)
     passed = [0] * kit.NUM_LAYERS
 
     def count(index: int) -> object:
@@ -105,7 +101,7 @@ def test_dropped_samples_cost_nothing() -> None:
 
     handles = [layer.mlp.register_forward_hook(count(index)) for index, layer in enumerate(kit.layers_of(model))]
     expected = [0] * kit.NUM_LAYERS
-    with layer_dropout(model, HALF, clock):
+    with layer_dropout(model, HALF, clock, SEED):
         for clock.step in range(40):
             model(ids, use_cache=False)
             for index, keeps in enumerate(drops(HALF, clock, 8)):
@@ -119,8 +115,7 @@ def test_dropped_samples_cost_nothing() -> None:
 
 def test_a_layer_dropped_for_all_passes_its_input_on() -> None:
     model = kit.l4().train()
-    nearly_always = DropoutSettings(max_rate=1 - 1e-12, schedule="constant", total_steps=10, seed=0)
-    with layer_dropout(model, nearly_always, Clock()):
+    with layer_dropout(model, DropoutSettings(p_max=1 - 1e-12), Clock(100), SEED):
         states = model(kit.prompt_tensor(), output_hidden_states=True, use_cache=False).hidden_states
     assert torch.equal(model.model.norm(states[3]), states[4])
 
@@ -128,7 +123,7 @@ def test_a_layer_dropped_for_all_passes_its_input_on() -> None:
 def test_eval_mode_drops_nothing() -> None:
     model = kit.l4()
     plain = model(kit.prompt_tensor()).logits
-    with layer_dropout(model, HALF, Clock()):
+    with layer_dropout(model, HALF, Clock(100), SEED):
         for _ in range(3):
             assert torch.equal(model(kit.prompt_tensor()).logits, plain)
 
@@ -141,10 +136,10 @@ def keys_and_methods(model: PreTrainedModel) -> tuple[list[str], list[bool]]:
 def test_wrappers_leave_keys_alone_and_come_off_cleanly() -> None:
     model = kit.l4().train()
     before = keys_and_methods(model)
-    with layer_dropout(model, HALF, Clock()):
+    with layer_dropout(model, HALF, Clock(100), SEED):
         assert list(model.state_dict()) == before[0]
     assert keys_and_methods(model) == before
-    with pytest.raises(RuntimeError, match="stop"), layer_dropout(model, HALF, Clock()):
+    with pytest.raises(RuntimeError, match="stop"), layer_dropout(model, HALF, Clock(100), SEED):
         raise RuntimeError("stop")
     assert keys_and_methods(model) == before
 
@@ -159,7 +154,7 @@ def test_a_forward_that_a_layer_had_of_its_own_comes_back() -> None:
         return plain(*arguments, **named)
 
     layer.forward = own
-    with layer_dropout(model, DropoutSettings(0.0, "constant", 10, 0), Clock()):
+    with layer_dropout(model, DropoutSettings(), Clock(100), SEED):
         model(kit.prompt_tensor(), use_cache=False)
     assert layer.forward is own
     assert calls == [1]
@@ -172,7 +167,7 @@ def test_gradients_are_the_same_with_gradient_checkpointing() -> None:
         model = kit.l4().train()
         if checkpointing:
             model.activation_checkpointing_enable()
-        with layer_dropout(model, HALF, Clock(step=7)):
+        with layer_dropout(model, HALF, Clock(100, step=7), SEED):
             model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert sum(gradient is not None for gradient in gradients[0].values()) > 20
