@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ class DataSettings:
 
     Attributes:
         train: one or several files of one kind (.jsonl, .json, .parquet, or .txt with a text a line), a folder of
-            such, or the id of a hub dataset. A row has `text`, or `messages`, or `prompt` and `completion`, which are
+            such, or a hub dataset, owner/name. A row has `text`, or `messages`, or `prompt` and `completion`, which are
             strings or lists of messages; `finish_reason` "length" marks an answer that was cut, which gets no EOS.
         eval: what to evaluate on, named likewise; none by default.
         eval_rows: this many of the last rows of `train` are held out to evaluate on, where `eval` names nothing.
@@ -211,10 +212,10 @@ def _read(argument: str, value: str | Sequence[str], split: str, streaming: bool
 
 
 def _looks_like_path(name: str) -> bool:
+    """Whether a name is no owner/name of the hub, so that a mistyped path is not asked for there."""
     path = Path(name).expanduser()
-    # "org/name-1.5" is a hub dataset, "rows.jsonl" none.
-    in_folder = len(path.parts) > 1 and path.parent.is_dir()
-    return name.startswith((".", "/", "~")) or len(path.parts) > 2 or path.suffix[1:].isalpha() or in_folder
+    in_folder = path.parent.is_dir() and len(path.parts) > 1
+    return len(path.parts) != 2 or name.startswith((".", "/", "~")) or path.suffix[1:].isalpha() or in_folder
 
 
 def _builder(argument: str, paths: Iterable[Path]) -> str:
@@ -232,14 +233,15 @@ def _from_files(argument: str, paths: list[Path], streaming: bool) -> AnyDataset
         if path.is_dir():
             raise ValueError(f"{argument} names the folder {str(path)!r} beside others; name it alone, or files only.")
         if not path.is_file():
-            raise ValueError(f"{argument}={str(path)!r}: there is no such file.")
+            raise ValueError(f"{argument}={str(path)!r}: there is no such file; a hub dataset is named owner/name.")
     builder = _builder(argument, paths)
     for path in paths:
         with path.open("rb") as file:
             if not any(line.strip() for line in file):
                 raise ValueError(f"{argument}={str(path)!r} is empty; it must hold at least one row.")
     try:
-        rows = _load(builder, "train", streaming, data_files=[str(path.absolute()) for path in paths])
+        files = [glob.escape(str(path.absolute())) for path in paths]
+        rows = _load(builder, "train", streaming, data_files=files)
         next(iter(rows), None)  # a stream is read only now
         return _without_blanks(rows, builder)
     except ValueError as error:

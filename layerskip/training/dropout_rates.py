@@ -40,6 +40,8 @@ def schedule_factor(schedule: str, step: int, total_steps: int) -> float:
     return 2.0 ** (step / (total_steps - 1)) - 1.0
 
 
+# Compiled, the draws of one step would be repeated for ever.
+@torch.compiler.disable
 def kept_samples(rate: float, samples: int, *, seed: int, step: int, micro_step: int, layer: int) -> torch.Tensor:
     """Returns which samples a layer runs on, `(samples,)` bool on the CPU; each is dropped with probability `rate`.
 

@@ -81,6 +81,10 @@ def test_a_text_file_has_a_text_a_line(tmp_path: Path, streaming: bool, folder: 
     assert data.dropped_rows == (None if streaming else 0)
 
 
+def test_a_files_name_is_no_pattern(tmp_path: Path) -> None:
+    assert ids(load(write(tmp_path / "a[1]*.jsonl", TEXTS)).train) == tokens(TEXTS)
+
+
 def test_several_files_follow_one_another(tmp_path: Path) -> None:
     files = (write(tmp_path / "b.jsonl", TEXTS[:4]), write(tmp_path / "a.jsonl", TEXTS[4:]))
     assert ids(load(files).train) == tokens(TEXTS)
@@ -349,7 +353,9 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 WAYS = pytest.mark.parametrize("streaming", [False, True])
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent.csv", "./absent", "/absent/a", "a/b/c", "~/absent"])
+@pytest.mark.parametrize(
+    "name", ["absent.jsonl", "absent.csv", "json", "a/b.en", "./absent", "/absent/a", "a/b/c", "~/absent"]
+)
 def test_a_mistyped_path_is_no_hub_dataset(name: str) -> None:
     with pytest.raises(ValueError, match=f"train='.*{Path(name).name}': there is no such file"):
         load(name)
