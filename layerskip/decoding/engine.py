@@ -229,7 +229,8 @@ def load(
     """Loads a checkpoint and its tokenizer and returns an `Engine` for them.
 
     Args:
-        path_or_id: a local folder, or a model id on the Hugging Face hub.
+        path_or_id: a local folder, or a model id on the Hugging Face hub. LoRA adapters in a folder of their own are
+            merged into the model that they name.
         exit_layer: E; by default the checkpoint's recommendation.
         num_draft_tokens: γ; by default the checkpoint's recommendation, else 4.
         device: where the model goes; by default the first CUDA device where there is one, else the CPU.
@@ -240,6 +241,7 @@ def load(
     Raises:
         ValueError: no model there, a family that is not supported, or a number out of range.
         TypeError: `path_or_id` is no path or id, or a number is no integer.
+        ImportError: a folder of adapters, and peft is not installed.
     """
     model, tokenizer = load_model(
         path_or_id, device=device, dtype=dtype, attn_implementation=attn_implementation, revision=revision

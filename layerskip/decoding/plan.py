@@ -76,9 +76,12 @@ def make_plan(
     if num_layers < 2:
         raise ValueError(f"strategy={strategy!r} needs an exit, and {NO_EXIT}")
     if chosen is None:
+        trained = ""
+        if metadata.exit_layers:
+            trained = f" (trained are {', '.join(map(str, metadata.exit_layers))})"
         raise ValueError(
-            f"strategy={strategy!r} needs exit_layer=1..{num_layers - 1}, and the checkpoint does not name one; "
-            "inference/compare_exits.py finds out which one pays and stores it."
+            f"strategy={strategy!r} needs exit_layer=1..{num_layers - 1}{trained}, and the checkpoint does not name "
+            "one; inference/compare_exits.py finds out which one pays and stores it."
         )
     if strategy == "early_exit":
         return Plan(strategy, chosen)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
+from safetensors import SafetensorError
+from torch.utils.data import IterableDataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -58,13 +61,17 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     data = load_data(recipe.data, tokenizer, seed=args.seed)
     metadata = recipe_metadata(exit_layers, written, data.fingerprint)
     trained = add_adapters(model, recipe.lora) if recipe.method == "lora" else model
+    loading: Any = args.accelerator_config
+    if recipe.data.streaming and loading.dispatch_batches is None:
+        # By default rank 0 reads for all, and joins batches that are padded to different widths.
+        loading.dispatch_batches = False
     trainer = LayerSkipTrainer(
         trained,
         args,
         exits=recipe.exits,
         dropout=recipe.dropout,
         metadata=metadata,
-        train_dataset=data.train,
+        train_dataset=_Endless(data.train) if recipe.data.streaming else data.train,
         eval_dataset=data.eval,
         data_collator=Collator.for_tokenizer(tokenizer),
         processing_class=tokenizer,
@@ -73,7 +80,12 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     if args.should_save:
         Path(recipe.output_dir, RECIPE_FILE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
-    metrics: dict[str, float] = dict(trainer.train(resume_from_checkpoint=resumed).metrics)
+    metrics: dict[str, float] = {}
+    if resumed is not None and _is_finished(resumed):
+        # It ended between its last step and the files below. Trainer would train on.
+        trainer._load_from_checkpoint(resumed)
+    else:
+        metrics |= trainer.train(resume_from_checkpoint=resumed).metrics
     if data.eval is not None:
         metrics |= trainer.evaluate()
     _save(trainer, recipe, tokenizer, metadata)
@@ -94,6 +106,33 @@ def last_whole_checkpoint(folder: str | Path) -> Path | None:
     return whole[max(whole)] if whole else None
 
 
+def _is_finished(checkpoint: str) -> bool:
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    return state.global_step >= state.max_steps
+
+
+class _Endless(IterableDataset[Any]):
+    """A stream that begins anew, in another order, when it has been read.
+
+    Trainer does not know how long a stream is: it would take the rest of an accumulation window for the next one's, and
+    skip the wrong rows on resuming after the first pass.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            self._rows.set_epoch(epoch)
+            empty = True
+            for row in self._rows:
+                empty = False
+                yield row
+            if empty:
+                # As in a worker of the data loader for which there is no shard.
+                return
+
+
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """Returns a PEFT model around `model`, whose own weights are frozen.
 
@@ -105,8 +144,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     tied = {"lm_head", "embed_tokens", "wte"}.intersection(settings.targets)
     if tied and model.config.tie_word_embeddings:
         raise ValueError(
-            f"lora.targets has {sorted(tied)[0]}, but this model's head is its embedding (tie_word_embeddings), which an "
-            "adapter on one of them would take apart; leave it out."
+            f"lora.targets has {sorted(tied)[0]}, but this model's head is its embedding (tie_word_embeddings), which "
+            "an adapter on one of them would take apart; leave it out."
         )
     targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
     config = LoraConfig(
@@ -124,7 +163,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """Returns what a run is known by: the recipe without its place and without whether it is resumed, as JSON has it."""
+    """Returns what a run is known by, as JSON has it: the recipe without its place and whether it is resumed."""
     written = dataclasses.asdict(recipe)
     del written["output_dir"], written["resume"]
     return dict(json.loads(json.dumps(written, default=str)))
@@ -197,9 +236,11 @@ def _check_space(model: torch.nn.Module, args: TrainingArguments) -> None:
     Raises:
         OSError: it has not.
     """
+    if not args.should_save:
+        return
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     needed, free = 3 * weights, shutil.disk_usage(str(args.output_dir)).free
-    if args.should_save and free < needed:
+    if free < needed:
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint takes about {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some, or choose "
@@ -217,13 +258,19 @@ def _save(
         merged = merged.merge_and_unload()
     if not trainer.args.should_save:
         return
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=recipe.output_dir) as made:
-        if is_peft_model(merged):
-            merged.save_pretrained(made)
-            write_adapter_metadata(made, metadata)
-        else:
-            with saved_with(merged.config, metadata):
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=recipe.output_dir) as made:
+            if is_peft_model(merged):
                 merged.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        for path in Path(made).iterdir():
-            path.replace(Path(recipe.output_dir, path.name))
+                write_adapter_metadata(made, metadata)
+            else:
+                with saved_with(merged.config, metadata):
+                    merged.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+            for path in Path(made).iterdir():
+                path.replace(Path(recipe.output_dir, path.name))
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"the trained model could not be written to {recipe.output_dir!r}; checkpoints there are whole. Free some "
+            f"space and continue with resume=true. The cause: {error}"
+        ) from error

@@ -66,8 +66,8 @@ class LoraSettings:
         """Checks the settings; raises ValueError by name."""
         if self.rank < 1 or self.alpha <= 0 or not 0.0 <= self.dropout < 1.0:
             raise ValueError(
-                f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}: rank must be at least 1, alpha above 0, "
-                "and 0 ≤ dropout < 1."
+                f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}: rank must be at least 1, alpha above "
+                "0, and 0 ≤ dropout < 1."
             )
 
 
@@ -199,10 +199,9 @@ def _message(value: Any, place: tuple[str, ...], location: Sequence[Any], messag
     for part in location:
         if kind == "missing" and part == location[-1]:
             return f"{'.'.join([*keys, str(part)])} is missing"
-        if not isinstance(inner, dict) or part not in inner:
-            break
-        keys.append(str(part))
-        inner = inner[part]
+        if isinstance(inner, dict) and part in inner:
+            keys.append(str(part))
+            inner = inner[part]
     name = ".".join(keys)
     if kind == "unexpected_keyword_argument":
         return f"{name} is no key of a recipe; `python training/finetune.py --help` lists them all"

@@ -223,7 +223,12 @@ def _check_arguments(args: TrainingArguments, named: Mapping[str, Any]) -> None:
     for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "model_init"):
         if named.get(name) is not None:
             raise ValueError(f"{name} is not supported: loss and metrics come from the exits; leave it out.")
-    refused = {"label_smoothing_factor": 0.0, "use_liger_kernel": False, "batch_eval_metrics": False}
+    refused = {
+        "label_smoothing_factor": 0.0,
+        "use_liger_kernel": False,
+        "batch_eval_metrics": False,
+        "use_cache": False,
+    }
     for name, allowed in refused.items():
         if getattr(args, name) != allowed:
             raise ValueError(

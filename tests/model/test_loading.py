@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, MistralConfig, MistralForCausalL
 import layerskip
 from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS
 from layerskip.model import loading
+from layerskip.training.checkpoint import recipe_metadata, saved_with
 from tests import kit
 
 WEIGHTS = "model.safetensors"
@@ -372,6 +373,22 @@ def test_without_an_exit_layer_speculation_is_refused_and_says_how_to_find_one(f
     assert used(engine, strategy="autoregressive") == ("autoregressive", None, None)
 
 
+def test_a_checkpoint_that_was_trained_but_not_compared_names_its_exits_and_takes_one(folder: Path) -> None:
+    """As training saves it."""
+    model = layerskip.load(folder).model
+    with saved_with(model.config, recipe_metadata([1, 3], {"method": "full"})):
+        model.save_pretrained(folder)
+    engine = layerskip.load(folder)
+    assert engine.metadata.exit_layers == (1, 3) and not engine.metadata.compared
+    with pytest.raises(
+        ValueError, match=r"needs exit_layer=1\.\.3 \(trained are 1, 3\), and the checkpoint does not name"
+    ):
+        used(engine)
+    assert used(engine, exit_layer=1) == ("self_speculative", 1, DEFAULT_NUM_DRAFT_TOKENS)
+    result = engine.generate(kit.prompt_tensor(), exit_layer=3, max_new_tokens=24)
+    assert torch.equal(result.sequences, kit.reference(kit.mixed(), kit.prompt_tensor()))
+
+
 def test_early_exit_without_an_exit_layer_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"strategy='early_exit' needs exit_layer=1\.\.3"):
         layerskip.load(folder).generate(kit.prompt_tensor(), **SHORT, strategy="early_exit")
@@ -465,9 +482,17 @@ def test_a_damaged_weight_file_is_refused_by_name(folder: Path) -> None:
         layerskip.load(folder)
 
 
-def test_a_recommendation_that_is_no_number_is_refused_when_the_checkpoint_is_loaded(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["layerskip"] = {"format": 1, "exit_layer": "2"}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match="exit_layer='2' is a str, not an integer"):
-        layerskip.load(folder)
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"exit_layer": "2"}, "exit_layer='2' is a str, not an integer"),
+        ({"num_draft_tokens": True}, "num_draft_tokens=True is a bool, not an integer"),
+        ({"exit_layers": [1, 2.0]}, r"exit_layers\[1\]=2.0 is a float, not an integer"),
+        ({"exit_layers": "1, 2"}, "exit_layers='1, 2' is a str, not a list"),
+    ],
+)
+def test_metadata_that_are_no_numbers_are_refused_when_the_checkpoint_is_loaded(
+    folder: Path, metadata: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layerskip.load(describe(folder, {"format": 1, **metadata}))

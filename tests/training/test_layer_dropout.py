@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.clock import Clock
+from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.layer_dropout import DropoutSettings, layer_dropout
 from tests import kit
 

@@ -1,0 +1,200 @@
+"""Whole runs of tiny models, from a recipe to a checkpoint that loads anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import layerskip
+from layerskip.training.finetune import add_adapters, finetune
+from layerskip.training.recipe import LoraSettings, Recipe, recipe_of
+from tests import kit
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a few rows of text."""
+    root = tmp_path_factory.mktemp("finetune")
+    kit.l4().save_pretrained(root / "model")
+    tokenizer = kit.word_tokenizer(kit.VOCAB)
+    tokenizer.add_special_tokens({"eos_token": "w1", "pad_token": "w1"})
+    tokenizer.save_pretrained(root / "model")
+    texts = [" ".join(f"w{(start + offset) % 80 + 2}" for offset in range(4 + start % 6)) for start in range(24)]
+    (root / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return root
+
+
+def written(folder: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "rows.jsonl"), "eval_rows": 4},
+        "output_dir": str(output),
+        "exits": {"exit_layers": [1, 2, 3], "curriculum": "rotational", "rotation": 3, "weights": "equal"},
+        "dropout": {"p_max": 0.3},
+        "trainer": {
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        },
+        **changes,
+    }
+
+
+def recipe(folder: Path, output: Path, **changes: Any) -> Recipe:
+    return recipe_of(written(folder, output, **changes))
+
+
+def test_the_program_trains_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    """A recipe file and a change of it; the last line is JSON, the output loads without this project."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written(folder, tmp_path / "run")), encoding="utf-8")
+    command = [sys.executable, "training/finetune.py", str(path), "trainer.max_steps=3", "trainer.logging_steps=1"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    metrics = json.loads(run.stdout.splitlines()[-1])
+    assert metrics["output_dir"] == str(tmp_path / "run")
+    assert {"train_loss", "eval_loss", "eval_perplexity", "eval_agreement_exit_2"} <= set(metrics)
+    assert "agreement_exit_2" in run.stdout
+    program = (
+        "import sys; sys.modules['layerskip'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'run')!r})\n"
+        f"AutoTokenizer.from_pretrained({str(tmp_path / 'run')!r})\n"
+        "print(type(model).__name__, model.config.use_cache, model.config.layerskip['exit_layers'])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split("\n")[0] == "LlamaForCausalLM True [1, 2, 3]"
+
+
+def test_the_help_documents_every_key() -> None:
+    command = [sys.executable, "training/finetune.py", "--help"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for key in ("exit_layers:", "p_max:", "completion_only:", "targets:", "from_config:", "trainer:"):
+        assert key in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("exits.rotation=9", "rotation=9 is out of range"),
+        ("data.train=nowhere.jsonl", "nowhere.jsonl"),
+        ("model=./nowhere", "there is no such folder"),
+        ("epochs=3", "epochs is no key of a recipe"),
+    ],
+)
+def test_mistakes_end_the_program_with_one_line(folder: Path, tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written(folder, tmp_path / "run")), encoding="utf-8")
+    command = [sys.executable, "training/finetune.py", str(path), change]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert message in run.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_same_recipe_gives_the_same_weights_and_metadata(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        finetune(recipe(folder, tmp_path / name))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    stored = [json.loads((tmp_path / name / "config.json").read_text())["layerskip"] for name in ("one", "two")]
+    assert stored[0] == stored[1]
+    assert stored[0]["recipe"]["trainer"]["max_steps"] == 4
+    assert len(stored[0]["data"]) >= 32
+
+
+def test_merged_adapters_make_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+    finetune(recipe(folder, tmp_path / "run", method="lora", lora={"rank": 4, "alpha": 64}))
+    before, after = load_file(folder / "model" / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed and all(".layers." in key and "norm" not in key for key in changed)
+    assert layerskip.load(tmp_path / "run", exit_layer=2).generate("w5 w6", max_new_tokens=3).statistics.emitted == 3
+
+
+def test_adapters_alone_load_on_their_base(folder: Path, tmp_path: Path) -> None:
+    """The folder has no whole weights, and gives the tokens of the same run saved merged."""
+    for merge in (True, False):
+        finetune(recipe(folder, tmp_path / str(merge), method="lora", lora={"rank": 4, "alpha": 64, "merge": merge}))
+    assert not (tmp_path / "False" / "model.safetensors").exists()
+    stored = json.loads((tmp_path / "False" / "layerskip.json").read_text())
+    assert stored["exit_layers"] == [1, 2, 3]
+    found = [
+        layerskip.load(tmp_path / str(merge), exit_layer=2, dtype="float32").generate("w5 w6 w7", max_new_tokens=16)
+        for merge in (True, False)
+    ]
+    assert torch.equal(found[0].sequences, found[1].sequences)
+
+
+def test_training_from_scratch(folder: Path, tmp_path: Path) -> None:
+    scratch = {"from_config": kit.llama_config().to_diff_dict(), "tokenizer": str(folder / "model")}
+    run = recipe(folder, tmp_path / "run", model=scratch, dropout={"p_max": 0.3, "schedule": "exponential"})
+    finetune(run)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert loaded.config.num_hidden_layers == 4
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").eos_token == "w1"
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path, tmp_path: Path) -> None:
+    scratch = {"from_config": kit.llama_config(vocab_size=50).to_diff_dict(), "tokenizer": str(folder / "model")}
+    with pytest.raises(ValueError, match="vocab_size=50 is below the tokenizer's 97 tokens"):
+        finetune(recipe(folder, tmp_path / "run", model=scratch))
+
+
+def test_streaming_needs_no_length(folder: Path, tmp_path: Path) -> None:
+    run = recipe(folder, tmp_path / "run", data={"train": str(folder / "rows.jsonl"), "streaming": True})
+    metrics = finetune(run)
+    assert metrics["train_loss"] > 0
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())["layerskip"]
+    assert stored["data"].startswith("streaming:")
+
+
+def test_packed_rows_train_each_document_alone(folder: Path, tmp_path: Path) -> None:
+    """One step over all rows, by SGD: packed and unpacked give the same weights."""
+    trainer = {**written(folder, tmp_path)["trainer"], "max_steps": 1, "optim": "sgd", "learning_rate": 0.5}
+    trainer |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 24}
+    weights = []
+    for packing in (False, True):
+        data = {"train": str(folder / "rows.jsonl"), "packing": packing, "max_length": 32}
+        run = recipe(folder, tmp_path / str(packing), data=data, trainer=trainer, dropout={})
+        finetune(run)
+        weights.append(load_file(tmp_path / str(packing) / "model.safetensors"))
+    start = load_file(folder / "model" / "model.safetensors")
+    assert any(not torch.equal(start[key], weights[0][key]) for key in start)
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    kit.l4().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        finetune(recipe(folder, tmp_path / "run", model=str(tmp_path / "bare")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("lm_head",), "lora.targets has lm_head.*tie_word_embeddings"),
+        (("nothing",), r"lora.targets=.*cannot be adapted"),
+    ],
+)
+def test_projections_that_cannot_be_adapted_are_refused(targets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        add_adapters(kit.l4(tie_word_embeddings=True), LoraSettings(targets=targets))

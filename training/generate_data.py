@@ -1,0 +1,308 @@
+"""Makes training data of a model's own answers, the best data to teach its early layers what its last one says.
+
+    python training/generate_data.py --model demo --prompts prompts.txt --out own.jsonl
+    python training/generate_data.py --model PATH_OR_ID --prompts rows.jsonl --out own.jsonl --skip-unfinished --resume
+
+Prompts are the lines of a .txt file, or the rows of a .jsonl file that have `prompt` (a string or a list of messages),
+or `messages` (without the assistant's last turn), or `text`, the first of these that a row has; other columns are
+ignored. Answers are greedy, those of all layers. Every line of the output is a row to train on:
+
+    {"prompt": [{"role": "user", "content": "Name a river."}], "completion": "The Rhine.", "finish_reason": "stop"}
+
+Rows stand in the order in which they are answered, the longest prompts first. Each batch is written when it is done, so
+that a run that was interrupted goes on with --resume, which leaves out the prompts that the file has. Empty answers are
+not written. The last line on standard output is a JSON object:
+
+    {"rows", "already_there", "empty", "unfinished", "retokenized_differently", "tokens", "seconds",
+     "tokens_per_second"}
+
+`rows` were written by this run; `unfinished` answers ran into --max-new-tokens, and with --skip-unfinished they are not
+among the rows. Training sees the tokens of a row's text, and EOS behind a finished one: in `retokenized_differently`
+rows these are not the tokens that the model chose. `tokens` are all that it chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+import layerskip
+from layerskip.decoding.prompts import read_prompts
+from layerskip.program import as_chat, model_path, read_lines, run_program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A string, or a list of messages.
+Prompt = str | list[dict[str, Any]]
+# Where a row's prompt may stand, and what it must be.
+MESSAGES = "a list of messages, each with role and content as strings"
+WANTED = {"prompt": f"a string or {MESSAGES}", "messages": MESSAGES, "text": "a string"}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a local folder, a hub id, or demo")
+    parser.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="a .txt or .jsonl file")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the .jsonl file to write")
+    parser.add_argument("--resume", action="store_true", help="go on with the file of --out, where there is one")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
+    parser.add_argument("--skip-unfinished", action="store_true", help="leave out answers that --max-new-tokens cut")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts that are answered together (default 16)")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="send each string as a user message through the chat template; by default where the tokenizer has one",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--device", help="cpu, cuda, …; by default CUDA where there is a device")
+    return parser.parse_args()
+
+
+# --- Prompts ---------------------------------------------------------------------------------------------------------
+
+
+def prompts_of(path: Path) -> list[Prompt]:
+    """Returns the prompts of a .txt or .jsonl file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a file of another kind, one without prompts, or a row without one.
+    """
+    if path.suffix.lower() not in (".txt", ".jsonl"):
+        raise ValueError(f"--prompts {path} ends with {path.suffix!r}; allowed are .txt and .jsonl.")
+    if path.suffix.lower() == ".txt":
+        return list(read_lines(path))
+    prompts = [_prompt_of(row, where) for where, row in _rows(path.read_bytes(), str(path))]
+    if not prompts:
+        raise ValueError(f"--prompts {path} holds no rows; write one a line.")
+    return prompts
+
+
+def _rows(content: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of a .jsonl file, each with what messages call it."""
+    # As bytes, since a text is also split at characters that may stand inside a row.
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+        if line.strip():
+            where = f"row {number} of {name}"
+            yield where, _row(line, where)
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        # Half a surrogate pair can be written in JSON, but is no text.
+        json.dumps(row, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be read as JSON text: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object.")
+    return row
+
+
+def _prompt_of(row: dict[str, Any], where: str) -> Prompt:
+    name = next((name for name in WANTED if row.get(name) is not None), None)
+    if name is None:
+        raise ValueError(f"{where} has {', '.join(row) or 'nothing'}, but neither prompt nor messages nor text.")
+    value = row[name]
+    is_string = isinstance(value, str) and name != "messages"
+    is_messages = isinstance(value, list) and all(map(_is_message, value)) and name != "text"
+    if not is_string and not is_messages:
+        raise ValueError(f"{where}: {name} is not {WANTED[name]}.")
+    while name == "messages" and value and value[-1]["role"] == "assistant":
+        value = value[:-1]
+    if not value:
+        raise ValueError(f"{where}: {name} holds nothing to answer.")
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def with_chat(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> list[Prompt]:
+    """Returns the prompts as the model is asked them; `chat` is the user's choice, or `None`.
+
+    Raises:
+        ValueError: a chat template that is needed and not there, or not wanted.
+    """
+    if chat and tokenizer.chat_template is None:
+        raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
+    if chat is not False:
+        return [as_chat([prompt], tokenizer)[0] if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("--no-chat was given, but some prompts are messages, which need a chat template.")
+    return prompts
+
+
+# --- The file of answers ---------------------------------------------------------------------------------------------
+
+
+def check_output(path: Path, resume: bool) -> list[Prompt]:
+    """Returns the prompts that the file of answers has already.
+
+    Raises:
+        ValueError: the file is there without `resume`, its folder is not, or it holds something else.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: the folder {path.parent} is not there; make it first.")
+    if not path.exists():
+        return []
+    if not resume:
+        raise ValueError(f"--out {path} is there already; go on with --resume, or choose another file.")
+    answered = []
+    for where, row in _rows(_whole_lines(path), f"--out {path}"):
+        if not {"prompt", "completion", "finish_reason"} <= set(row):
+            raise ValueError(f"{where} is no answer of this program; choose another file.")
+        answered.append(row["prompt"])
+    return answered
+
+
+def _whole_lines(path: Path) -> bytes:
+    """Returns a file without the line that a killed run left unfinished."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def without(prompts: list[Prompt], answered: list[Prompt]) -> list[Prompt]:
+    """Returns the prompts that were not answered; one that occurs several times, as often as it is missing."""
+    done = Counter(map(_key, answered))
+    left = []
+    for prompt in prompts:
+        key = _key(prompt)
+        if done[key]:
+            done[key] -= 1
+        else:
+            left.append(prompt)
+    return left
+
+
+def _key(prompt: Prompt) -> str:
+    return json.dumps(prompt, sort_keys=True)
+
+
+# --- Answers ---------------------------------------------------------------------------------------------------------
+
+
+def longest_first(prompts: list[Prompt], engine: layerskip.Engine) -> list[Prompt]:
+    """Returns the prompts by falling length in tokens: little padding in a batch, and what does not fit is told first.
+
+    Raises:
+        ValueError: a prompt that cannot be tokenised.
+    """
+    rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
+    order = sorted(range(len(prompts)), key=lambda index: -len(rows[index]))
+    return [prompts[index] for index in order]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row, the number of its answer's tokens, and whether training will see these."""
+
+    row: dict[str, Any]
+    tokens: int
+    seen_as_chosen: bool
+
+
+@dataclass
+class Report:
+    """What a run did; the closing line of its output."""
+
+    rows: int = 0
+    already_there: int = 0
+    empty: int = 0
+    unfinished: int = 0
+    retokenized_differently: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, int | float | None]:
+        """Returns everything with the speed, which is `None` where nothing was generated."""
+        return {**asdict(self), "tokens_per_second": self.tokens / self.seconds if self.seconds else None}
+
+    def count(self, answer: Answer, skip_unfinished: bool) -> bool:
+        """Counts an answer; returns whether it is to be written."""
+        self.tokens += answer.tokens
+        unfinished = answer.row["finish_reason"] == "length"
+        if not answer.row["completion"].strip():
+            self.empty += 1
+            return False
+        self.unfinished += unfinished
+        if unfinished and skip_unfinished:
+            return False
+        self.rows += 1
+        self.retokenized_differently += not answer.seen_as_chosen
+        return True
+
+
+def answer(engine: layerskip.Engine, prompts: list[Prompt], max_new_tokens: int) -> list[Answer]:
+    """Returns the model's answers to one batch of prompts."""
+    tokenizer: Any = engine.tokenizer
+    result = engine.generate(prompts, strategy="autoregressive", do_sample=False, max_new_tokens=max_new_tokens)
+    counts = [row.emitted for row in result.statistics.per_row]
+    new_tokens = result.sequences[:, -max(counts) :].tolist()
+    answers = []
+    for index, (text, finish_reason) in enumerate(zip(result.texts or [], result.finish_reasons, strict=True)):
+        seen = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if finish_reason == "stop":
+            seen = [*seen, tokenizer.eos_token_id]
+        row = {"prompt": prompts[index], "completion": text, "finish_reason": finish_reason}
+        answers.append(Answer(row, counts[index], seen == new_tokens[index][: counts[index]]))
+    return answers
+
+
+def generate_data(engine: layerskip.Engine, prompts: list[Prompt], arguments: argparse.Namespace) -> Report:
+    """Answers the prompts, batch by batch, and appends each batch to the file; returns what was done."""
+    report = Report()
+    with tqdm(total=len(prompts), desc="Answering", unit="prompt") as bar:
+        for first in range(0, len(prompts), arguments.batch_size):
+            batch = prompts[first : first + arguments.batch_size]
+            start = time.perf_counter()
+            answers = answer(engine, batch, arguments.max_new_tokens)
+            report.seconds += time.perf_counter() - start
+            kept = [made for made in answers if report.count(made, arguments.skip_unfinished)]
+            # Opened anew, so that a first batch that is refused leaves no empty file.
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(made.row, ensure_ascii=False) + "\n" for made in kept))
+            bar.update(len(batch))
+    return report
+
+
+def run() -> None:
+    """Reads the prompts, answers them, and reports."""
+    arguments = parse_arguments()
+    if arguments.batch_size < 1:
+        raise ValueError(f"--batch-size {arguments.batch_size} is out of range; allowed are integers from 1 on.")
+    prompts = prompts_of(arguments.prompts)
+    answered = check_output(arguments.out, arguments.resume)
+    engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
+    if engine.tokenizer is None:
+        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no text can be read or written.")
+    if engine.tokenizer.eos_token_id is None or engine.model.generation_config.eos_token_id is None:
+        raise ValueError(
+            f"--model {arguments.model} has no EOS token, with which an answer ends, in its tokenizer or in its "
+            "generation_config.json; set eos_token or eos_token_id there."
+        )
+    asked = with_chat(prompts, engine.tokenizer, arguments.chat)
+    left = without(asked, answered)
+    left = longest_first(left, engine) if left else []
+    if arguments.out.exists():
+        os.truncate(arguments.out, len(_whole_lines(arguments.out)))
+    report = generate_data(engine, left, arguments)
+    report.already_there = len(asked) - len(left)
+    print(json.dumps(report.to_dict()))
+
+
+if __name__ == "__main__":
+    run_program(run)
