@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
-from layerskip.training.finetune import add_adapters, finetune
+from layerskip.training.finetune import finetune
+from layerskip.training.models import add_adapters
 from layerskip.training.recipe import LoraSettings, Recipe, recipe_of
 from tests import kit
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from layerskip.training.finetune import RECIPE_FILE, finetune, last_whole_checkpoint
+from layerskip.training.finetune import finetune
+from layerskip.training.run_folder import RECIPE_FILE, last_whole_checkpoint
 from layerskip.training.recipe import recipe_of
 from tests import kit
 from tests.training import workers

@@ -1,0 +1,89 @@
+"""The model that a run begins with: a checkpoint, a new one, or adapters on frozen weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from layerskip.model.families import family_of
+from layerskip.model.loading import DTYPES, load_model
+from layerskip.training.recipe import FromConfig, LoraSettings, Recipe
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def initial_model(recipe: Recipe, source: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Returns the model that training begins with, on the CPU, and its tokenizer.
+
+    Args:
+        recipe: which model, its type and attention.
+        source: folder or hub id to load from, where `recipe.model` is a name for one.
+
+    Raises:
+        ValueError: there is no such model, it has no tokenizer, or its vocabulary is too small for it.
+    """
+    if isinstance(recipe.model, FromConfig):
+        return _new_model(recipe, recipe.model)
+    path_or_id = source or recipe.model
+    model, tokenizer = load_model(
+        # Adapters are saved with this name for their base, which should be found from anywhere.
+        os.path.abspath(path_or_id) if Path(path_or_id).is_dir() else path_or_id,
+        device="cpu",
+        dtype=recipe.dtype,
+        attn_implementation=recipe.attn_implementation,
+        revision=recipe.revision,
+    )
+    if tokenizer is None:
+        raise ValueError(f"model={recipe.model!r} has no tokenizer, without which no text can be read.")
+    return model, tokenizer
+
+
+def _new_model(recipe: Recipe, scratch: FromConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    settings = dict(scratch.from_config)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    family_of(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(scratch.tokenizer, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.tokenizer={scratch.tokenizer!r} cannot be loaded: {error}") from error
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"model.from_config.vocab_size={config.vocab_size} is below the tokenizer's {len(tokenizer)} tokens."
+        )
+    dtype = DTYPES.get(recipe.dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation, dtype=dtype)
+    return model, tokenizer
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """Returns a PEFT model around `model`, whose own weights are frozen.
+
+    Raises:
+        ValueError: a target that the model does not have, or the head or embedding where both are one matrix.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    tied = {"lm_head", "embed_tokens", "wte"}.intersection(settings.targets)
+    if tied and model.config.tie_word_embeddings:
+        raise ValueError(
+            f"lora.targets has {sorted(tied)[0]}, but this model's head is its embedding (tie_word_embeddings), which "
+            "an adapter on one of them would take apart; leave it out."
+        )
+    targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+    config = LoraConfig(
+        r=settings.rank,
+        # Declared as an integer there, and used as a factor.
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"lora.targets={settings.targets!r} cannot be adapted: {error}") from error
