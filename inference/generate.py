@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import layerskip
-from layerskip.program import as_chat, model_path, read_lines, run_program
+from layerskip.program import as_chat, model_path, run_program
+from layerskip.prompt_file import prompts_of
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -25,7 +26,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a local folder, a hub id, or demo")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help="a text file with one prompt a line")
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a .txt file with one prompt a line, or a .jsonl file whose rows have prompt, messages or text",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="send each prompt as a user message through the chat template"
     )
@@ -42,11 +48,13 @@ def parse_arguments() -> argparse.Namespace:
 def run() -> None:
     """Loads the model and answers every prompt."""
     arguments = parse_arguments()
-    texts = arguments.prompt or read_lines(arguments.prompts)
+    texts: list[Any] = arguments.prompt or prompts_of(arguments.prompts)
     engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
     if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
         raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
-    prompts = as_chat(texts, engine.tokenizer) if arguments.chat else texts
+    prompts = [
+        as_chat([text], engine.tokenizer)[0] if arguments.chat and isinstance(text, str) else text for text in texts
+    ]
     options: dict[str, Any] = {
         "strategy": arguments.strategy,
         "exit_layer": arguments.exit_layer,

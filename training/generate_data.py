@@ -24,12 +24,10 @@ rows these are not the tokens that the model chose. `tokens` are all that it cho
 from __future__ import annotations
 
 import argparse
-import codecs
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +36,11 @@ from tqdm import tqdm
 
 import layerskip
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, model_path, read_lines, run_program
+from layerskip.program import as_chat, model_path, run_program
+from layerskip.prompt_file import Prompt, json_rows, prompts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A string, or a list of messages.
-Prompt = str | list[dict[str, Any]]
-# Where a row's prompt may stand, and what it must be.
-MESSAGES = "a list of messages, each with role and content as strings"
-WANTED = {"prompt": f"a string or {MESSAGES}", "messages": MESSAGES, "text": "a string"}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,64 +64,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 # --- Prompts ---------------------------------------------------------------------------------------------------------
-
-
-def prompts_of(path: Path) -> list[Prompt]:
-    """Returns the prompts of a .txt or .jsonl file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a file of another kind, one without prompts, or a row without one.
-    """
-    if path.suffix.lower() not in (".txt", ".jsonl"):
-        raise ValueError(f"--prompts {path} ends with {path.suffix!r}; allowed are .txt and .jsonl.")
-    if path.suffix.lower() == ".txt":
-        return list(read_lines(path))
-    prompts = [_prompt_of(row, where) for where, row in _rows(path.read_bytes(), str(path))]
-    if not prompts:
-        raise ValueError(f"--prompts {path} holds no rows; write one a line.")
-    return prompts
-
-
-def _rows(content: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of a .jsonl file, each with what messages call it."""
-    # As bytes, since a text is also split at characters that may stand inside a row.
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
-        if line.strip():
-            where = f"row {number} of {name}"
-            yield where, _row(line, where)
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        # Half a surrogate pair can be written in JSON, but is no text.
-        json.dumps(row, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise ValueError(f"{where} cannot be read as JSON text: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is no JSON object.")
-    return row
-
-
-def _prompt_of(row: dict[str, Any], where: str) -> Prompt:
-    name = next((name for name in WANTED if row.get(name) is not None), None)
-    if name is None:
-        raise ValueError(f"{where} has {', '.join(row) or 'nothing'}, but neither prompt nor messages nor text.")
-    value = row[name]
-    is_string = isinstance(value, str) and name != "messages"
-    is_messages = isinstance(value, list) and all(map(_is_message, value)) and name != "text"
-    if not is_string and not is_messages:
-        raise ValueError(f"{where}: {name} is not {WANTED[name]}.")
-    while name == "messages" and value and value[-1]["role"] == "assistant":
-        value = value[:-1]
-    if not value:
-        raise ValueError(f"{where}: {name} holds nothing to answer.")
-    return value
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def with_chat(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> list[Prompt]:
@@ -162,7 +97,7 @@ def check_output(path: Path, resume: bool) -> list[Prompt]:
     if not resume:
         raise ValueError(f"--out {path} is there already; go on with --resume, or choose another file.")
     answered = []
-    for where, row in _rows(_whole_lines(path), f"--out {path}"):
+    for where, row in json_rows(_whole_lines(path), f"--out {path}"):
         if not {"prompt", "completion", "finish_reason"} <= set(row):
             raise ValueError(f"{where} is no answer of this program; choose another file.")
         answered.append(row["prompt"])

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from layerskip.training.finetune import finetune
-from layerskip.training.run_folder import RECIPE_FILE, last_whole_checkpoint
 from layerskip.training.recipe import recipe_of
+from layerskip.training.run_folder import RECIPE_FILE, last_whole_checkpoint
 from tests import kit
 from tests.training import workers
 from tests.training.workers import PADDING, ROWS
