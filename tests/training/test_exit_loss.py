@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from layerskip.model.layered import LayeredModel
@@ -140,3 +144,46 @@ def test_no_exit_holds_logits_for_all_tokens() -> None:
     losses(model, states, labels, "cross_entropy").exits.sum().backward()
     assert sum(rows) == 2 * 3 * len(labels)
     assert set(rows) <= {4, len(labels) % 4}
+
+
+class LogitBytes(TorchDispatchMode):
+    """Follows the bytes of all living tensors that are as wide as the vocabulary, forward and backward."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.vocabulary, self.hidden = vocabulary, hidden
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        output = function(*arguments, **(named or {}))
+        for tensor in output if isinstance(output, tuple) else (output,):
+            # Those of `hidden` rows are the head's weight, turned.
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocabulary,):
+                if tensor._is_view() or tensor.shape[0] == self.hidden:
+                    continue
+                self.now += tensor.nbytes
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor, self._free, tensor.nbytes)
+        return output
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def test_peak_memory_is_that_of_a_chunk() -> None:
+    """Three exits and the last layer over 512 tokens of a large vocabulary, against logits for all of them."""
+    vocabulary, hidden, logit_rows = 20_000, 32, 64
+    model = kit.l4(vocab_size=vocabulary)
+    labels = torch.randint(0, vocabulary, (511,))
+    states = [torch.randn(511, hidden, requires_grad=True) for _ in range(4)]
+    peaks = []
+    for rows in (logit_rows, 4 * 512):
+        with LogitBytes(vocabulary, hidden) as counted:
+            found = chunked_token_losses(
+                LayeredModel(model).logits, states[:3], states[3], labels, LOSSES["cross_entropy"], logit_rows=rows
+            )
+            (found.exits.sum() + found.last.sum()).backward()
+        peaks.append(counted.peak)
+    # Logits, their softmax and their gradient are three tensors of a chunk's size.
+    assert peaks[0] < 4 * logit_rows * vocabulary * 4
+    assert peaks[1] > 3 * 511 * vocabulary * 4

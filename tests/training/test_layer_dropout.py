@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from layerskip.training import layer_dropout as layer_dropout_module
 from layerskip.training.clock import Clock
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.layer_dropout import DropoutSettings, layer_dropout
@@ -176,3 +179,36 @@ def test_gradients_are_the_same_with_gradient_checkpointing() -> None:
             assert gradients[1][name] is None
             continue
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=0)
+
+
+def test_a_compiled_model_draws_anew_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate of 0.5 in 200 steps of one sample: the last layer is skipped as often as by chance, and the outputs are
+    those of the model that is not compiled."""
+    drawn: list[bool] = []
+
+    @torch.compiler.disable
+    def recorded(*arguments: Any, layer: int, **named: Any) -> torch.Tensor:
+        kept = kept_samples(*arguments, layer=layer, **named)
+        if layer == 4:
+            drawn.append(bool(kept))
+        return kept
+
+    monkeypatch.setattr(layer_dropout_module, "kept_samples", recorded)
+    model = kit.l4().train()
+    ids = torch.randint(1, kit.VOCAB, (1, 5))
+    clock = Clock(200)
+    with layer_dropout(model, HALF, clock, SEED), torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        outputs = []
+        for clock.step in range(200):
+            outputs.append(compiled(ids, use_cache=False).logits)
+        assert len(drawn) == 200 and 60 <= drawn.count(False) <= 140
+        for clock.step in range(20):
+            torch.testing.assert_close(outputs[clock.step], model(ids, use_cache=False).logits, atol=1e-6, rtol=0)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", range(1, 5))
+def test_a_rate_of_one_half_skips_every_layer_about_every_other_step(layer: int) -> None:
+    kept = [bool(kept_samples(0.5, 1, seed=SEED, step=step, micro_step=0, layer=layer)) for step in range(200)]
+    assert 60 <= kept.count(False) <= 140
