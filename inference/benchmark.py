@@ -25,7 +25,8 @@ from layerskip.comparison.benchmark import Arm, Measurement, engine_arm, measure
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, model_path, read_lines, run_program
+from layerskip.program import as_chat, model_path, run_program
+from layerskip.prompt_file import read_lines
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip import demo
@@ -35,24 +34,6 @@ def model_path(model: str) -> str:
         FetchError, ImportError, OSError: the demo model could not be made.
     """
     return str(demo.fetch()) if model == "demo" else model
-
-
-def read_lines(path: Path) -> list[str]:
-    """Returns the prompts of a text file, one a line.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds none, or is no UTF-8 text.
-    """
-    try:
-        # utf-8-sig drops the mark that some editors put before the first line.
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}.") from error
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} holds no prompt; write one a line.")
-    return lines
 
 
 def as_chat(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:

@@ -8,13 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerskip.program import read_lines
-
 # A string, or a list of messages.
 Prompt = str | list[dict[str, Any]]
 # Where a row's prompt may stand, and what it must be.
 MESSAGES = "a list of messages, each with role and content as strings"
 WANTED = {"prompt": f"a string or {MESSAGES}", "messages": MESSAGES, "text": "a string"}
+
+
+def read_lines(path: Path) -> list[str]:
+    """Returns the prompts of a text file, one a line.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds none, or is no UTF-8 text.
+    """
+    try:
+        # utf-8-sig drops the mark that some editors put before the first line.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}.") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no prompt; write one a line.")
+    return lines
 
 
 def prompts_of(path: Path) -> list[Prompt]:
@@ -28,12 +44,12 @@ def prompts_of(path: Path) -> list[Prompt]:
         ValueError: a file of another kind, one without prompts, or a row without one.
     """
     if path.suffix.lower() not in (".txt", ".jsonl"):
-        raise ValueError(f"--prompts {path} ends with {path.suffix!r}; allowed are .txt and .jsonl.")
+        raise ValueError(f"{path} ends with {path.suffix!r}; allowed are .txt and .jsonl.")
     if path.suffix.lower() == ".txt":
         return list(read_lines(path))
     prompts = [_prompt_of(row, where) for where, row in json_rows(path.read_bytes(), str(path))]
     if not prompts:
-        raise ValueError(f"--prompts {path} holds no rows; write one a line.")
+        raise ValueError(f"{path} holds no rows; write one a line.")
     return prompts
 
 

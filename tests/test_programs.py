@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip.program import read_lines
+from layerskip.prompt_file import read_lines
 from tests import kit
 
 PROGRAMS = Path(__file__).parent.parent / "inference"

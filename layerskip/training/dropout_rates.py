@@ -45,8 +45,8 @@ def schedule_factor(schedule: str, step: int, total_steps: int) -> float:
 def kept_samples(rate: float, samples: int, *, seed: int, step: int, micro_step: int, layer: int) -> torch.Tensor:
     """Returns which samples a layer runs on, `(samples,)` bool on the CPU; each is dropped with probability `rate`.
 
-    The draw follows from its arguments alone, so that it is the same on every rank, when training resumes, and when a
-    checkpointed layer is recomputed; no global random state is read or moved.
+    The draw follows from its arguments alone, so that it is the same on every rank and when training resumes;
+    no global random state is read or moved.
 
     Args:
         step: the global step.

@@ -83,8 +83,8 @@ def chunked_token_losses(
 ) -> TokenLosses:
     """Returns the losses of some exits and of the last layer, for tokens that count; at least one.
 
-    Logits are made for a chunk of tokens at a time and made again in the backward pass, so that memory holds no more
-    than `logit_rows` rows of them at any time.
+    Logits are made for a chunk of tokens at a time and made again in the backward pass, so that memory never holds
+    those of all tokens.
 
     Args:
         logits: the model's norm, head and soft-cap.
@@ -92,7 +92,7 @@ def chunked_token_losses(
         last: the output of the last layer, before the final norm, `(tokens, hidden)`.
         labels: the token that follows each, `(tokens,)`.
         loss: of an exit; the last layer's is always cross entropy.
-        logit_rows: rows of logits held at a time, of all distributions together.
+        logit_rows: rows of logits held at a time, of all distributions together; at least one token's.
         target: what `loss` compares the exits with; without it the last layer as it is in this pass, detached.
         original: what the last layer is held to.
     """
@@ -101,10 +101,9 @@ def chunked_token_losses(
     def losses(chunk_labels: torch.Tensor, *chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         of_exits, (of_last, *of_teachers) = chunk[: len(states)], chunk[len(states) :]
         last_logits = logits(of_last)
-        with torch.no_grad():
-            taught = {id(teacher): teacher.logits(part) for teacher, part in zip(teachers, of_teachers, strict=True)}
-        goal = last_logits.detach() if target is None else taught[id(target)]
         choice = last_logits.argmax(dim=-1)
+        with torch.no_grad():
+            goal = last_logits.detach() if target is None else target.logits(of_teachers[0])
         rows, agreements = [], []
         for state in of_exits:
             exit_logits = logits(state)
@@ -112,18 +111,20 @@ def chunked_token_losses(
             agreements.append(exit_logits.argmax(dim=-1) == choice)
         rows.append(cross_entropy(last_logits, chunk_labels, goal))
         if original is not None:
-            rows.append(self_distillation(last_logits, chunk_labels, taught[id(original)]))
+            with torch.no_grad():
+                held_to = original.logits(of_teachers[-1])
+            rows.append(self_distillation(last_logits, chunk_labels, held_to))
         return torch.stack(rows), torch.stack(agreements) if agreements else choice.new_empty(0, len(choice)).bool()
 
     chunk_tokens = max(1, logit_rows // (len(states) + 1 + len(teachers)))
+    whole_states = (labels, *states, last, *(teacher.states for teacher in teachers))
     per_token, agreed = [], []
-    for begin in range(0, labels.numel(), chunk_tokens):
-        part = slice(begin, begin + chunk_tokens)
-        hidden = [state[part] for state in (*states, last, *(teacher.states for teacher in teachers))]
+    # Split at once: the gradient of a slice is a tensor of the whole's size, for every chunk anew.
+    for chunk in zip(*(whole.split(chunk_tokens) for whole in whole_states), strict=True):
         if torch.is_grad_enabled():
-            chunk_losses, chunk_agreements = checkpoint(losses, labels[part], *hidden, use_reentrant=False)
+            chunk_losses, chunk_agreements = checkpoint(losses, *chunk, use_reentrant=False)
         else:
-            chunk_losses, chunk_agreements = losses(labels[part], *hidden)
+            chunk_losses, chunk_agreements = losses(*chunk)
         per_token.append(chunk_losses)
         agreed.append(chunk_agreements)
     whole = torch.cat(per_token, dim=1)

@@ -32,10 +32,10 @@ class ExitSettings:
         e_scale: e_scale of the paper's weights, 0 to 1; at 0 only the last layer counts.
         loss: of an exit. "cross_entropy": against the labels. "self_distillation": KL(last layer ‖ exit).
             "acceptance": −log Σ min(p, q), the chance that a sampled draft is accepted. The last two learn from the
-            last layer, which they do not move, in a pass of its own where layers are dropped.
+            last layer, whose own layers they do not move, in a pass of its own where layers are dropped.
         guard_weight: weight of KL(original ‖ last layer), added to the loss, which holds the last layer to the model
             that training began with; 0 for none. With method full a frozen copy of the model is kept for it.
-        logit_rows: how many rows of logits, of all exits together, memory holds at a time; at least 1.
+        logit_rows: how many rows of logits, of all exits together, are made at a time; at least one token's.
     """
 
     __pydantic_config__ = UNKNOWN_KEYS_FAIL
@@ -102,8 +102,9 @@ class ExitSettings:
             raise ValueError(
                 f"weights={dict(self.weights)} must hold one number for each of the exits {list(exits)}, and no other."
             )
-        if isinstance(self.weights, Mapping) and any(weight < 0 for weight in self.weights.values()):
-            raise ValueError(f"weights={dict(self.weights)} must be 0 or more.")
+        given = self.weights.values() if isinstance(self.weights, Mapping) else ()
+        if not all(0 <= weight < float("inf") for weight in given):
+            raise ValueError(f"weights={self.weights} must be numbers of 0 or more.")
         return exits
 
     def weights_at(self, clock: Clock, num_layers: int) -> dict[int, float]:

@@ -18,7 +18,8 @@ _NOT_FOR_THE_DECODER = ("labels", "num_items_in_batch", "logits_to_keep", "use_c
 class ExitStates:
     """Forward hooks on all layers of a model; one records only while `run` is active and its layer is wanted.
 
-    The hooks stand outside what gradient checkpointing recomputes, and see what layer dropout passed on.
+    They stay installed from call to call, since a compiled decoder is compiled anew when hooks come or go. They stand
+    outside what gradient checkpointing recomputes, and see what layer dropout passed on.
     """
 
     def __init__(self, layered: LayeredModel) -> None:

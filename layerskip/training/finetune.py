@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -15,7 +14,13 @@ from layerskip.training.checkpoint import recipe_metadata
 from layerskip.training.data import Collator, load_data
 from layerskip.training.models import add_adapters, initial_model
 from layerskip.training.recipe import Recipe
-from layerskip.training.run_folder import RECIPE_FILE, check_space, checkpoint_to_continue, is_finished, save_trained
+from layerskip.training.run_folder import (
+    check_space,
+    checkpoint_to_continue,
+    finished_weights,
+    save_trained,
+    write_recipe,
+)
 from layerskip.training.stream import Endless
 from layerskip.training.trainer import LayerSkipTrainer
 
@@ -46,7 +51,7 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     exit_layers = recipe.exits.layers(LayeredModel(model).num_layers)
     data = load_data(recipe.data, tokenizer, seed=args.seed)
     metadata = recipe_metadata(exit_layers, written, data.fingerprint)
-    trained = add_adapters(model, recipe.lora) if recipe.method == "lora" else model
+    trained = model if recipe.lora is None else add_adapters(model, recipe.lora, recipe.revision)
     loading: Any = args.accelerator_config
     if recipe.data.streaming and loading.dispatch_batches is None:
         # By default rank 0 reads for all, and joins batches that are padded to different widths.
@@ -62,17 +67,18 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
         data_collator=Collator.for_tokenizer(tokenizer),
         processing_class=tokenizer,
     )
-    merging = recipe.method == "lora" and recipe.lora.merge
+    merging = recipe.lora is not None and recipe.lora.merge
     if merging and trainer.is_fsdp_enabled:
         raise ValueError("lora.merge=true cannot merge weights that FSDP shards; set lora.merge=false.")
     if args.should_save:
-        check_space(trained, recipe.output_dir)
-        Path(recipe.output_dir, RECIPE_FILE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        check_space(trained, recipe.output_dir, merging)
+        write_recipe(written, recipe.output_dir)
 
     metrics: dict[str, float] = {}
-    if resumed is not None and is_finished(resumed):
+    finished = None if resumed is None else finished_weights(resumed, args.load_best_model_at_end)
+    if finished is not None:
         # It ended between its last step and the files below. Trainer would train on.
-        trainer._load_from_checkpoint(resumed)
+        trainer._load_from_checkpoint(finished)
     else:
         metrics |= trainer.train(resume_from_checkpoint=resumed).metrics
     if data.eval is not None:
@@ -80,9 +86,9 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     # Gathering shards takes every rank.
     weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if args.should_save:
-        finished: Any = trainer.model
-        finished = finished.merge_and_unload() if merging else finished
-        save_trained(finished, tokenizer, recipe.output_dir, metadata, weights)
+        result: Any = trainer.model
+        result = result.merge_and_unload() if merging else result
+        save_trained(result, tokenizer, recipe.output_dir, metadata, weights)
     return metrics
 
 

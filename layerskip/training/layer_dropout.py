@@ -45,8 +45,8 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
     """Drops layers of `model` in train mode while the block runs; in eval mode nothing changes.
 
     The `forward` of each decoder layer object is wrapped, and the wrapper taken off at the end: module names,
-    state-dict keys and hooks stay as they are, and a checkpointed layer is recomputed inside the wrapper, with the same
-    draw. A layer that is skipped for the whole batch leaves its parameters without gradients.
+    state-dict keys and hooks stay as they are. Gradient checkpointing recomputes what is inside the wrapper, and draws
+    nothing anew. A layer that is skipped for the whole batch leaves its parameters without gradients.
 
     Args:
         model: any supported causal LM; of a PEFT model its base model.

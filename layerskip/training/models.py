@@ -45,7 +45,14 @@ def initial_model(recipe: Recipe, source: str | None = None) -> tuple[PreTrained
 
 def _new_model(recipe: Recipe, scratch: FromConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     settings = dict(scratch.from_config)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model_type = settings.pop("model_type")
+    known = AutoConfig.for_model(model_type)
+    unknown = set(settings) - set(known.to_dict()) - set(known.attribute_map)
+    if unknown:
+        raise ValueError(
+            f"model.from_config has {sorted(unknown)}, which a {model_type!r} configuration does not know."
+        )
+    config = AutoConfig.for_model(model_type, **settings)
     family_of(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(scratch.tokenizer, trust_remote_code=False)
@@ -60,8 +67,13 @@ def _new_model(recipe: Recipe, scratch: FromConfig) -> tuple[PreTrainedModel, Pr
     return model, tokenizer
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str | None = None) -> PeftModel:
     """Returns a PEFT model around `model`, whose own weights are frozen.
+
+    Args:
+        model: the base.
+        settings: of the adapters.
+        revision: of the base on the hub, which adapters saved alone will name.
 
     Raises:
         ValueError: a target that the model does not have, or the head or embedding where both are one matrix.
@@ -81,6 +93,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         target_modules=targets,
+        revision=revision,
         task_type="CAUSAL_LM",
     )
     try:

@@ -70,7 +70,7 @@ def exit_objective(
         clock: where training stands.
         original: the model that training began with; needed where `settings.guard_weight` is above 0.
         own_target_pass: exits that learn from the last layer learn from it as it is in eval mode, in a pass of its own.
-            Without dropout of any kind, False gives the same from the one pass there is.
+            False takes the one pass there is, which is the same where nothing is dropped.
 
     Raises:
         ValueError: settings that do not fit the model, or a guard without an original.
@@ -136,15 +136,14 @@ class _Objective:
             raise ValueError(f"labels of shape {tuple(inputs['labels'].shape)} leave no token to predict.")
         counts = labels != IGNORED
         tokens = counts.sum(dim=1)
+        rows, places = counts.nonzero(as_tuple=True)
         # With nothing to learn one token is taken and weighs nothing, so that every parameter still has its gradient.
-        empty = not bool(counts.any())
+        empty = rows.numel() == 0
         if empty:
-            counts = torch.zeros_like(counts)
-            counts[0, 0] = True
-            labels = labels.clamp_min(0)
+            rows, places, labels = rows.new_zeros(1), places.new_zeros(1), labels.clamp_min(0)
 
         def taken(states: torch.Tensor) -> torch.Tensor:
-            return states[:, :-1][counts]
+            return states[rows, places]
 
         target = original = None
         if training and loss is not cross_entropy and exits and self._own_target_pass:
@@ -153,11 +152,13 @@ class _Objective:
         if training and self._original is not None:
             original = Teacher(taken(self._original.state(inputs)), self._original.logits)
         states = self.states.run((*exits, num_layers), inputs)
+        # Of each layer only the tokens that count are kept while the losses are made.
+        *of_exits, last = [taken(states.pop(layer)) for layer in (*exits, num_layers)]
         losses = chunked_token_losses(
             self._layered.logits,
-            [taken(states[layer]) for layer in exits],
-            taken(states[num_layers]),
-            labels[counts],
+            of_exits,
+            last,
+            labels[rows, places],
             loss,
             logit_rows=self._settings.logit_rows,
             target=target,
@@ -165,11 +166,11 @@ class _Objective:
         )
 
         weighted = weights[num_layers] * losses.last.sum() + self._settings.guard_weight * losses.guard.sum()
-        for row, layer in zip(losses.exits, exits, strict=True):
-            weighted = weighted + weights[layer] * row.sum()
+        if training:
+            for row, layer in zip(losses.exits, exits, strict=True):
+                weighted = weighted + weights[layer] * row.sum()
         number = inputs.get("num_items_in_batch")
         divisor = tokens.sum() if number is None else torch.as_tensor(number, device=weighted.device)
-        rows = counts.nonzero()[:, 0]
 
         def by_row(values: torch.Tensor) -> torch.Tensor:
             whole = values.new_zeros(*values.shape[:-1], len(tokens), dtype=torch.float32)

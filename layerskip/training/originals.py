@@ -51,9 +51,17 @@ class AdaptersOff:
     """The same weights with the adapters off, which cost no memory."""
 
     def __init__(self, model: PeftModel) -> None:
-        """Wraps a PEFT model, whose base weights are frozen."""
+        """Wraps a PEFT model, whose base weights are frozen.
+
+        Raises:
+            ValueError: it trains copies of whole modules as well, which take the originals' place even then.
+        """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
+        configs: Any = model.peft_config.values()
+        copied = [name for config in configs for name in config.modules_to_save or ()]
+        if copied:
+            raise ValueError(f"modules_to_save={copied} cannot be combined with guard_weight; leave one of them out.")
         self._peft = model
         base: Any = model.get_base_model()
         self._layered = LayeredModel(base)
@@ -62,8 +70,13 @@ class AdaptersOff:
 
     def state(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """As `Original`."""
+        # Turning adapters on again makes all of them trainable, even those that someone froze.
+        trainable = [(weight, weight.requires_grad) for weight in self._peft.parameters()]
         with self._peft.disable_adapter(), evaluation(self._layered.model):
-            return final_state(self._layered, inputs)
+            state = final_state(self._layered, inputs)
+        for weight, requires_grad in trainable:
+            weight.requires_grad_(requires_grad)
+        return state
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """As `Original`."""

@@ -80,7 +80,7 @@ class Recipe:
         data: what to train and evaluate on.
         output_dir: folder of the run: the trained checkpoint, and checkpoint-N folders to continue from.
         method: "full" trains all weights, "lora" adapters on frozen ones.
-        lora: the adapters of method lora.
+        lora: the adapters of method lora; by default its defaults.
         exits: exits, their weights, curriculum and loss.
         dropout: layer dropout.
         dtype: of the weights in training: float32, bfloat16, float16, or auto as they are stored.
@@ -97,7 +97,7 @@ class Recipe:
     data: DataSettings
     output_dir: str
     method: Literal["full", "lora"] = "full"
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    lora: LoraSettings | None = None
     exits: ExitSettings = field(default_factory=ExitSettings)
     dropout: DropoutSettings = field(default_factory=DropoutSettings)
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
@@ -107,7 +107,12 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks what concerns several keys; raises ValueError by name."""
+        """Checks what concerns several keys, and gives trainer's their types; raises ValueError by name."""
+        object.__setattr__(self, "trainer", _trainer_fields(self.trainer))
+        if self.method == "lora" and self.lora is None:
+            object.__setattr__(self, "lora", LoraSettings())
+        if self.method == "full" and self.lora is not None:
+            raise ValueError("lora is given, but method=full trains all weights; choose method=lora or leave it out.")
         reserved = [name for name in _RESERVED if name in self.trainer]
         if reserved:
             raise ValueError(f"trainer.{reserved[0]} is set by the recipe itself: use output_dir and resume.")
@@ -115,8 +120,11 @@ class Recipe:
             raise ValueError(
                 "data.streaming=true has no length, so that the curriculum and schedules need trainer.max_steps."
             )
-        if self.method == "lora" and isinstance(self.model, FromConfig):
-            raise ValueError("method=lora adapts trained weights, and from_config has none; use method=full.")
+        if isinstance(self.model, FromConfig) and (self.method == "lora" or self.revision is not None):
+            raise ValueError(
+                "a model from_config has no trained weights, which method=lora and revision are for; use method=full "
+                "and leave revision out."
+            )
 
 
 SETTINGS = (Recipe, FromConfig, DataSettings, ExitSettings, DropoutSettings, LoraSettings)
@@ -151,7 +159,7 @@ def recipe_of(written: Mapping[str, Any]) -> Recipe:
         ValueError: a key is unknown or missing, or a value cannot be; every such place is named.
     """
     recipe: Recipe = _validated(TypeAdapter(Recipe), written, ())
-    return dataclasses.replace(recipe, trainer=_trainer_fields(recipe.trainer))
+    return recipe
 
 
 def _apply(written: dict[str, Any], change: str) -> None:

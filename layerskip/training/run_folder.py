@@ -41,7 +41,10 @@ def checkpoint_to_continue(output_dir: str, written: Mapping[str, Any], resume: 
         )
     checkpoint = None
     if taken:
-        before = json.loads(recipe_file.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(recipe_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{recipe_file} is damaged ({error}); choose another output_dir.") from error
         changed = sorted(key for key in {*before, *written} if before.get(key) != written.get(key))
         if changed:
             raise ValueError(
@@ -49,37 +52,68 @@ def checkpoint_to_continue(output_dir: str, written: Mapping[str, Any], resume: 
                 "it, give its own recipe; for a new run choose another folder."
             )
         checkpoint = last_whole_checkpoint(folder)
+        if checkpoint is not None and written["trainer"].get("save_only_model"):
+            raise ValueError(
+                f"{checkpoint} was saved with trainer.save_only_model=true: without the optimizer's state it cannot be "
+                "continued as if nothing had been interrupted. Use it as the model of a new run."
+            )
     return None if checkpoint is None else str(checkpoint)
 
 
-def last_whole_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the latest checkpoint-N in a folder that was written to its end, or `None`.
+def step_of(checkpoint: str | Path) -> int | None:
+    """Returns the global step of a checkpoint that was written to its end, or `None`.
 
     Trainer writes its state last, so that a checkpoint whose state can be read is whole.
     """
-    whole = {}
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
-            whole[json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]] = path
-        except (OSError, ValueError, KeyError):
-            continue
+    try:
+        return int(json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def last_whole_checkpoint(folder: str | Path) -> Path | None:
+    """Returns the latest checkpoint-N in a folder that was written to its end, or `None`."""
+    steps = {step_of(path): path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    whole = {step: path for step, path in steps.items() if step is not None}
     return whole[max(whole)] if whole else None
 
 
-def is_finished(checkpoint: str) -> bool:
-    """Returns whether a checkpoint is that of a run's last step."""
+def finished_weights(checkpoint: str, best: bool) -> str | None:
+    """Returns the checkpoint that holds what a run ended with, or `None` while steps are left.
+
+    Args:
+        checkpoint: the last of the run.
+        best: whether the run ends with its best weights instead of the last ones.
+    """
     state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    return state.global_step >= state.max_steps
+    if state.global_step < state.max_steps:
+        return None
+    return state.best_model_checkpoint if best and state.best_model_checkpoint else checkpoint
 
 
-def check_space(model: torch.nn.Module, output_dir: str) -> None:
-    """Checks that the disk has room for one checkpoint: weights, and two moments of each trained one.
+def write_recipe(written: Mapping[str, Any], output_dir: str) -> None:
+    """Writes what a run is known by into its folder, all of it or nothing."""
+    made = Path(output_dir, f".{RECIPE_FILE}")
+    made.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    made.replace(Path(output_dir, RECIPE_FILE))
+
+
+def check_space(model: torch.nn.Module, output_dir: str, merging: bool) -> None:
+    """Checks that the disk has room for one checkpoint: trained weights and two moments of each.
+
+    Args:
+        model: what is trained.
+        output_dir: where checkpoints go.
+        merging: the whole model is saved at the end, although only adapters are trained.
 
     Raises:
         OSError: it has not.
     """
-    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
-    needed, free = 3 * weights, shutil.disk_usage(output_dir).free
+    sizes = [(weight.numel() * weight.element_size(), weight.requires_grad) for weight in model.parameters()]
+    needed = 3 * sum(size for size, trained in sizes if trained)
+    if merging:
+        needed += sum(size for size, _ in sizes)
+    free = shutil.disk_usage(output_dir).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
@@ -96,7 +130,7 @@ def save_trained(
     metadata: Mapping[str, Any],
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Saves a trained model at the root of the run's folder; what is there stays whole until all of it is written.
+    """Saves a trained model at the root of the run's folder; nothing there changes until all of it is written.
 
     Args:
         model: a causal LM, or a PEFT model, of which only the adapters are saved.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
@@ -20,6 +21,7 @@ from layerskip.training.exit_settings import ExitSettings
 from layerskip.training.layer_dropout import DropoutSettings, layer_dropout
 from layerskip.training.objective import ExitOutput, exit_objective
 from layerskip.training.originals import AdaptersOff, FrozenCopy, Original
+from layerskip.training.run_folder import step_of
 from layerskip.training.tally import Tally
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class LayerSkipTrainer(Trainer):
 
     While `train` and `evaluate` run, the model carries wrappers for layer dropout and the exit loss; afterwards it is a
     plain model again. Logs hold `loss_exit_E` and `agreement_exit_E` (how often the exit's first choice is the last
-    layer's) of the exits that were on, `loss_last_layer`, and `tokens_per_second` (padding left out). Evaluation gives
+    layer's) of the exits that were on, `loss_last_layer`, and `tokens_per_second` (padding left
+    out, while steps ran). Evaluation gives
     `loss` and `perplexity` of the last layer, and `loss_exit_E`, `perplexity_exit_E` and `agreement_exit_E` of every
     exit, per token over the whole set.
     """
@@ -49,7 +52,8 @@ class LayerSkipTrainer(Trainer):
         """Prepares training.
 
         Args:
-            model: what to train; with `exits.guard_weight`, its weights now are the original that the guard holds to.
+            model: what to train. With `exits.guard_weight` the guard holds to its weights as they are now, or to those
+                under the adapters of a PEFT model.
             args: as for `Trainer`; `args.seed` seeds the draws of layer dropout as well.
             exits: exits, their weights and loss.
             dropout: rates of layer dropout; none by default.
@@ -61,6 +65,7 @@ class LayerSkipTrainer(Trainer):
         """
         _check_arguments(args, named)
         given: Any = model
+        self._given = given
         self._base: PreTrainedModel = given.get_base_model() if is_peft_model(given) else given
         self._num_layers: int = self._base.config.num_hidden_layers
         self._exit_layers = exits.layers(self._num_layers)
@@ -82,7 +87,7 @@ class LayerSkipTrainer(Trainer):
             # A layer that is skipped for a whole batch has no gradients.
             self.accelerator.ddp_handler.find_unused_parameters = True
         self.compute_metrics = self._exit_metrics
-        self.add_callback(_ClockCallback(self._clock))
+        self.add_callback(_StepCallback(self._clock, self._tally))
 
     def _own_metadata(self) -> dict[str, Any]:
         recipe = {"exits": dataclasses.asdict(self._exits), "dropout": dataclasses.asdict(self._dropout)}
@@ -94,11 +99,9 @@ class LayerSkipTrainer(Trainer):
         if self._installed:
             yield
             return
-        drops = self._dropout.p_max > 0 or any(
-            isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self._base.modules()
-        )
+        drops = self._dropout.p_max > 0
         with ExitStack() as stack:
-            if self._dropout.p_max > 0:
+            if drops:
                 stack.enter_context(layer_dropout(self._base, self._dropout, self._clock, self.args.seed))
             stack.enter_context(
                 exit_objective(self._base, self._exits, self._clock, original=self._original, own_target_pass=drops)
@@ -108,9 +111,11 @@ class LayerSkipTrainer(Trainer):
                 yield
             finally:
                 self._installed = False
-                if "_original_forward" in vars(self._base):
-                    # accelerate wrapped the forward that is about to go.
-                    self.accelerator.unwrap_model(self._base, keep_fp32_wrapper=False)
+                if "_original_forward" in vars(self._given):
+                    # accelerate's mixed precision wraps the forward that is about to go, or that of a PEFT model.
+                    self.accelerator.unwrap_model(self._given, keep_fp32_wrapper=False)
+                    if self._given is not self._base:
+                        del self._given.forward
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """As `Trainer.train`, with the recipe."""
@@ -147,8 +152,6 @@ class LayerSkipTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: ExitOutput = model(**inputs)
-        if prediction_loss_only:
-            return outputs.loss, None, None
         return None, (outputs.last, outputs.exits, outputs.agreements), outputs.tokens
 
     def _exit_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -173,12 +176,12 @@ class LayerSkipTrainer(Trainer):
         folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         try:
             super()._save_checkpoint(model, trial)
-        except Exception as error:
-            if self.args.should_save:
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save and step_of(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
-                f"{folder} could not be written and was removed; checkpoints before it are whole. Free some space and "
-                f"continue from the last one. The cause: {error}"
+                f"{folder} could not be written; if it was begun it is gone, and checkpoints before it are whole. If "
+                f"the disk is full free some space, and continue from the last one. The cause: {error}"
             ) from error
 
 
@@ -202,17 +205,23 @@ def exit_metrics(exit_layers: Sequence[int], tokens: Any, last: Any, exits: Any,
     return metrics
 
 
-class _ClockCallback(TrainerCallback):
-    """Sets the clock from the state of Trainer, which resuming restores."""
+class _StepCallback(TrainerCallback):
+    """Sets the clock from the state of Trainer, which resuming restores, and times the steps."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, tally: Tally) -> None:
         self._clock = clock
+        self._tally = tally
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._clock.total_steps = state.max_steps
+        self._tally.reset()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._clock.step, self._clock.micro_step = state.global_step, 0
+        self._tally.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._tally.end_step()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._clock.micro_step += 1
@@ -226,14 +235,16 @@ def _check_arguments(args: TrainingArguments, named: Mapping[str, Any]) -> None:
     refused = {
         "label_smoothing_factor": 0.0,
         "use_liger_kernel": False,
-        "batch_eval_metrics": False,
         "use_cache": False,
+        "batch_eval_metrics": False,
+        "prediction_loss_only": False,
+        "eval_do_concat_batches": True,
+        "include_for_metrics": [],
     }
     for name, allowed in refused.items():
-        if getattr(args, name) != allowed:
-            raise ValueError(
-                f"{name}={getattr(args, name)} is not supported with the exit loss; leave it at {allowed}."
-            )
+        value = vars(args)[name]
+        if value != allowed:
+            raise ValueError(f"{name}={value!r} is not supported with the exit loss; leave it at {allowed!r}.")
     if args.ddp_find_unused_parameters is False:
         raise ValueError("ddp_find_unused_parameters=False would hang where a layer is skipped; leave it out.")
 

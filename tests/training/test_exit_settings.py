@@ -105,7 +105,8 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         ),
         ({"curriculum": "rotational", "rotation": 0}, "rotation=0"),
         ({"exit_layers": (2, 3), "weights": {2: 1.0}}, r"weights={2: 1.0} must hold one number for each of the exits"),
-        ({"exit_layers": (2,), "weights": {2: -1.0}}, r"weights={2: -1.0} must be 0 or more"),
+        ({"exit_layers": (2,), "weights": {2: -1.0}}, r"weights={2: -1.0} must be numbers of 0 or more"),
+        ({"exit_layers": (2,), "weights": {2: float("nan")}}, r"weights={2: nan} must be numbers of 0 or more"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -152,12 +152,16 @@ def test_only_the_exits_of_the_step_are_on() -> None:
     model = in_training()
     clock = Clock(10)
     heads: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, arguments, output: heads.append(output.shape[0]))
+    model.lm_head.register_forward_hook(lambda module, arguments, output: heads.append(len(output)))
     settings = ExitSettings((1, 2, 3), "rotational", rotation=3, weights="equal")
+    tokens = int((inputs["labels"][:, 1:] != -100).sum())
     with exit_objective(model, settings, clock), torch.no_grad():
         for clock.step in range(3):
+            heads.clear()
             loss = model(**inputs).loss
-            torch.testing.assert_close(loss, naive(model, inputs, {clock.step + 1: 0.5, 4: 0.5}), atol=1e-5, rtol=1e-5)
+            assert sum(heads) == 2 * tokens
+            expected = naive(model, inputs, {clock.step + 1: 0.5, 4: 0.5})
+            torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["self_distillation", "acceptance"])

@@ -46,16 +46,15 @@ def test_values_get_the_types_of_their_keys(tmp_path: Path) -> None:
         "trainer.max_steps=7",
         "trainer.bf16=false",
         "data.columns.prompt=question",
+        "method=lora",
         "lora.targets=[q_proj, v_proj]",
-        "model={from_config: {model_type: llama}, tokenizer: t}",
     ]
     recipe = read_recipe(write(tmp_path / "r.yaml", SMALLEST), changes)
     assert recipe.exits.exit_layers == (2, 3)
     assert recipe.exits.weights == {2: 1.0, 3: 0.5}
     assert recipe.trainer == {"learning_rate": 3e-4, "max_steps": 7, "bf16": False}
     assert recipe.data.columns == {"prompt": "question"}
-    assert recipe.lora.targets == ("q_proj", "v_proj")
-    assert recipe.model == FromConfig({"model_type": "llama"}, "t")
+    assert recipe.lora is not None and recipe.lora.targets == ("q_proj", "v_proj")
 
 
 @pytest.mark.parametrize(
@@ -77,11 +76,12 @@ def test_values_get_the_types_of_their_keys(tmp_path: Path) -> None:
         ("exits.loss", "mse", "exits: loss='mse' is unknown"),
         ("dropout.p_max", 1.0, "dropout: p_max=1.0 is out of range"),
         ("dropout.schedule", "linear", "dropout: schedule='linear' is unknown"),
-        ("lora.rank", 0, "lora: rank=0"),
+        ("lora.rank", 0, "lora: rank=0, alpha"),
         ("data.streaming", True, "data.streaming=true has no length.*trainer.max_steps"),
         ("model", {"from_config": {"hidden_size": 4}, "tokenizer": "t"}, "from_config has no model_type"),
         ("model", {"from_config": {"model_type": "llama"}}, "model.tokenizer is missing"),
         ("data", {}, "data.train is missing"),
+        ("lora", {"rank": 4}, "lora is given, but method=full"),
     ],
 )
 def test_mistakes_are_named_by_their_key(key: str, value: Any, message: str) -> None:
@@ -94,10 +94,16 @@ def test_several_mistakes_are_named_at_once() -> None:
         recipe_of({"model": "m", "data": {"train": "t"}, "method": "x"})
 
 
-def test_adapters_on_a_model_from_scratch_are_refused() -> None:
+@pytest.mark.parametrize("change", [{"method": "lora"}, {"revision": "main"}])
+def test_what_needs_trained_weights_is_refused_for_a_model_from_scratch(change: dict[str, str]) -> None:
     written = changed("model", {"from_config": {"model_type": "llama"}, "tokenizer": "t"})
-    with pytest.raises(ValueError, match="method=lora adapts trained weights"):
-        recipe_of({**written, "method": "lora"})
+    with pytest.raises(ValueError, match="a model from_config has no trained weights"):
+        recipe_of({**written, **change})
+
+
+def test_a_stream_needs_a_number_of_steps_in_any_spelling() -> None:
+    written = {**changed("data.streaming", True), "trainer": {"max_steps": "100"}}
+    assert recipe_of(written).trainer["max_steps"] == 100
 
 
 @pytest.mark.parametrize(
@@ -178,3 +184,4 @@ def test_a_recipes_header_says_where_it_is_from_how_it_runs_and_what_was_measure
     assert f"training/finetune.py configs/{name}.yaml" in header
     assert "Source:" in header
     assert "Measured:" in header or "Not run here" in header
+    assert "XXX" not in header

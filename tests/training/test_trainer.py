@@ -254,6 +254,22 @@ def test_adapters_learn_and_nothing_else(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved" / "layerskip.json").read_text())["exit_layers"] == [1, 2, 3]
 
 
+def test_a_peft_model_is_plain_again_afterwards(tmp_path: Path) -> None:
+    """Mixed precision wraps the PEFT model, the guard turns its adapters off and on, and one adapter is frozen."""
+    model = lora(kit.l4())
+    frozen = next(p for name, p in model.named_parameters() if "lora_A" in name)
+    frozen.requires_grad_(False)
+    trainer(model, tmp_path, exits=ExitSettings((1,), weights="equal", guard_weight=1.0), bf16=True).train()
+    assert not {"forward", "_original_forward"} & (set(vars(model)) | set(vars(model.get_base_model())))
+    assert not frozen.requires_grad
+
+
+def test_copies_of_modules_cannot_be_guarded(tmp_path: Path) -> None:
+    model = get_peft_model(kit.l4(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match=r"modules_to_save=.*cannot be combined with guard_weight"):
+        trainer(model, tmp_path, exits=ExitSettings((), guard_weight=1.0))
+
+
 def test_the_guard_of_adapters_is_the_model_without_them(tmp_path: Path) -> None:
     """The guard's gradient shrinks random adapters: the last layer comes nearer to the model they sit on."""
     ids = torch.randint(1, kit.VOCAB, (4, 20), generator=torch.Generator().manual_seed(5))
@@ -304,6 +320,8 @@ def test_a_tiny_model_learns_to_exit_early(tmp_path: Path) -> None:
     [
         ({"compute_metrics": lambda prediction: {}}, "compute_metrics is not supported"),
         ({"compute_loss_func": lambda *arguments: 0}, "compute_loss_func is not supported"),
+        ({"preprocess_logits_for_metrics": lambda *arguments: 0}, "preprocess_logits_for_metrics is not supported"),
+        ({"model_init": kit.l4}, "model_init is not supported"),
     ],
 )
 def test_functions_that_would_be_ignored_are_refused(tmp_path: Path, named: dict[str, Any], message: str) -> None:
@@ -317,6 +335,11 @@ def test_functions_that_would_be_ignored_are_refused(tmp_path: Path, named: dict
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is not supported"),
         ({"ddp_find_unused_parameters": False}, "ddp_find_unused_parameters=False"),
         ({"use_cache": True}, "use_cache=True"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"batch_eval_metrics": True}, "batch_eval_metrics=True"),
+        ({"prediction_loss_only": True}, "prediction_loss_only=True"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
+        ({"include_for_metrics": ["inputs"]}, "include_for_metrics="),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
