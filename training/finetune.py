@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 
 from layerskip.program import model_path, run_program
 
@@ -43,7 +44,9 @@ def run() -> None:
     recipe = read_recipe(arguments.recipe, arguments.changes)
     metrics = finetune(recipe, model_path(recipe.model) if isinstance(recipe.model, str) else None)
     if PartialState().is_main_process:
-        print(json.dumps({"output_dir": recipe.output_dir, **metrics}))
+        # JSON has no infinity, which the perplexity of an untrained exit may be.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        print(json.dumps({"output_dir": recipe.output_dir, **finite}))
 
 
 if __name__ == "__main__":

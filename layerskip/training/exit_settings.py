@@ -53,6 +53,10 @@ class ExitSettings:
         """Checks what can be checked without a model; raises ValueError by name."""
         if isinstance(self.exit_layers, str) and self.exit_layers != ALL:
             raise ValueError(f"exit_layers={self.exit_layers!r}: give a list of layers, such as [2, 3, 4], or {ALL!r}.")
+        if not isinstance(self.exit_layers, str) and not (
+            isinstance(self.exit_layers, tuple | list) and all(type(layer) is int for layer in self.exit_layers)
+        ):
+            raise ValueError(f"exit_layers={self.exit_layers!r} must be a list of layer numbers, such as [2, 3, 4].")
         if self.curriculum not in CURRICULA:
             raise ValueError(f"curriculum={self.curriculum!r} is unknown; allowed are {', '.join(CURRICULA)}.")
         if (self.rotation is None) == (self.curriculum == "rotational"):

@@ -17,6 +17,7 @@ from layerskip.training.recipe import Recipe
 from layerskip.training.run_folder import (
     check_space,
     checkpoint_to_continue,
+    earlier_run,
     finished_weights,
     save_trained,
     write_recipe,
@@ -35,7 +36,8 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
         source: folder or hub id to load the model from, where `recipe.model` is a name for one.
 
     Returns:
-        Trainer's metrics of training, and with evaluation data those of the last evaluation, `eval_…`.
+        Trainer's metrics of training, `dropped_rows` in which no token counted, and with evaluation data those of the
+        last evaluation, `eval_…`.
 
     Raises:
         ValueError: something in the recipe does not fit the model, the data, or what is in the output folder.
@@ -43,44 +45,52 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     """
     args = TrainingArguments(output_dir=recipe.output_dir, **recipe.trainer)
     written = _written(recipe)
-    resumed = checkpoint_to_continue(recipe.output_dir, written, recipe.resume)
+    set_seed(args.seed)
+    earlier = earlier_run(recipe.output_dir, written, recipe.resume)
+    model, tokenizer = initial_model(recipe, source)
+    layered = LayeredModel(model)
+    exit_layers = recipe.exits.layers(layered.num_layers)
+    _check_positions(layered, recipe.data.max_length)
+    data = load_data(recipe.data, tokenizer, seed=args.seed)
+    resumed = None if earlier is None else checkpoint_to_continue(recipe.output_dir, earlier, data.fingerprint)
     # Every rank has looked into the folder before one of them writes there.
     PartialState().wait_for_everyone()
-    set_seed(args.seed)
-    model, tokenizer = initial_model(recipe, source)
-    exit_layers = recipe.exits.layers(LayeredModel(model).num_layers)
-    data = load_data(recipe.data, tokenizer, seed=args.seed)
     metadata = recipe_metadata(exit_layers, written, data.fingerprint)
     trained = model if recipe.lora is None else add_adapters(model, recipe.lora, recipe.revision)
     loading: Any = args.accelerator_config
     if recipe.data.streaming and loading.dispatch_batches is None:
         # By default rank 0 reads for all, and joins batches that are padded to different widths.
         loading.dispatch_batches = False
-    trainer = LayerSkipTrainer(
-        trained,
-        args,
-        exits=recipe.exits,
-        dropout=recipe.dropout,
-        metadata=metadata,
-        train_dataset=Endless(data.train) if recipe.data.streaming else data.train,
-        eval_dataset=data.eval,
-        data_collator=Collator.for_tokenizer(tokenizer),
-        processing_class=tokenizer,
-    )
+    try:
+        trainer = LayerSkipTrainer(
+            trained,
+            args,
+            exits=recipe.exits,
+            dropout=recipe.dropout,
+            metadata=metadata,
+            train_dataset=Endless(data.train) if recipe.data.streaming else data.train,
+            eval_dataset=data.eval,
+            data_collator=Collator.for_tokenizer(tokenizer),
+            processing_class=tokenizer,
+        )
+    except RuntimeError as error:
+        # As Trainer says that a program to report to is not installed.
+        raise ValueError(f"trainer: {error}") from error
     merging = recipe.lora is not None and recipe.lora.merge
     if merging and trainer.is_fsdp_enabled:
         raise ValueError("lora.merge=true cannot merge weights that FSDP shards; set lora.merge=false.")
     if args.should_save:
         check_space(trained, recipe.output_dir, merging)
-        write_recipe(written, recipe.output_dir)
+        write_recipe(written, data.fingerprint, recipe.output_dir)
 
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {} if data.dropped_rows is None else {"dropped_rows": data.dropped_rows}
     finished = None if resumed is None else finished_weights(resumed, args.load_best_model_at_end)
     if finished is not None:
         # It ended between its last step and the files below. Trainer would train on.
         trainer._load_from_checkpoint(finished)
     else:
         metrics |= trainer.train(resume_from_checkpoint=resumed).metrics
+        _check_trained(trainer)
     if data.eval is not None:
         metrics |= trainer.evaluate()
     # Gathering shards takes every rank.
@@ -90,6 +100,27 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
         result = result.merge_and_unload() if merging else result
         save_trained(result, tokenizer, recipe.output_dir, metadata, weights)
     return metrics
+
+
+def _check_positions(layered: LayeredModel, max_length: int) -> None:
+    limit: int = layered.config.max_position_embeddings
+    if layered.position_embedding is not None and max_length > limit:
+        raise ValueError(f"data.max_length={max_length} is above the {limit} positions that the model has learned.")
+
+
+def _check_trained(trainer: LayerSkipTrainer) -> None:
+    """Checks that a run has led to something; raises ValueError where its result would only look like one."""
+    if trainer.state.global_step == 0:
+        raise ValueError(
+            "no step was taken: there are fewer rows than one batch takes, or trainer.max_steps and num_train_epochs "
+            "are 0. Nothing was saved."
+        )
+    model: Any = trainer.model
+    if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
+        raise ValueError(
+            "training diverged: some weights are no finite numbers any more. Nothing was saved beside the checkpoints; "
+            "lower trainer.learning_rate."
+        )
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from layerskip.model.families import family_of
@@ -40,6 +41,7 @@ def initial_model(recipe: Recipe, source: str | None = None) -> tuple[PreTrained
     )
     if tokenizer is None:
         raise ValueError(f"model={recipe.model!r} has no tokenizer, without which no text can be read.")
+    _check_vocabulary(tokenizer, model.config.vocab_size)
     return model, tokenizer
 
 
@@ -52,19 +54,27 @@ def _new_model(recipe: Recipe, scratch: FromConfig) -> tuple[PreTrainedModel, Pr
         raise ValueError(
             f"model.from_config has {sorted(unknown)}, which a {model_type!r} configuration does not know."
         )
-    config = AutoConfig.for_model(model_type, **settings)
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"model.from_config={scratch.from_config} cannot be: {error}") from error
     family_of(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(scratch.tokenizer, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"model.tokenizer={scratch.tokenizer!r} cannot be loaded: {error}") from error
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"model.from_config.vocab_size={config.vocab_size} is below the tokenizer's {len(tokenizer)} tokens."
-        )
+    _check_vocabulary(tokenizer, config.vocab_size)
     dtype = DTYPES.get(recipe.dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation, dtype=dtype)
     return model, tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's vocab_size={vocab_size}; resize the model's "
+            "embeddings, or take the tokenizer that belongs to it."
+        )
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str | None = None) -> PeftModel:
@@ -79,13 +89,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
         ValueError: a target that the model does not have, or the head or embedding where both are one matrix.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    tied = {"lm_head", "embed_tokens", "wte"}.intersection(settings.targets)
-    if tied and model.config.tie_word_embeddings:
-        raise ValueError(
-            f"lora.targets has {sorted(tied)[0]}, but this model's head is its embedding (tie_word_embeddings), which "
-            "an adapter on one of them would take apart; leave it out."
-        )
     targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
     config = LoraConfig(
         r=settings.rank,
@@ -97,6 +102,14 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"lora.targets={settings.targets!r} cannot be adapted: {error}") from error
+    base = adapted.get_base_model()
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    if base.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise ValueError(
+            f"lora.targets={settings.targets!r} has the head or the embedding, which are one matrix in this model "
+            "(tie_word_embeddings) and would be taken apart; leave it out."
+        )
+    return adapted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         """Checks the settings; raises ValueError by name."""
-        if self.rank < 1 or self.alpha <= 0 or not 0.0 <= self.dropout < 1.0:
+        if self.rank < 1 or not 0.0 < self.alpha < float("inf") or not 0.0 <= self.dropout < 1.0:
             raise ValueError(
                 f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}: rank must be at least 1, alpha above "
                 "0, and 0 ≤ dropout < 1."
@@ -88,7 +89,8 @@ class Recipe:
         revision: of a model on the hub.
         resume: continue the run in `output_dir` from its last whole checkpoint; its recipe must be this one.
         trainer: any field of transformers' TrainingArguments, such as learning_rate, max_steps, seed, bf16,
-            per_device_train_batch_size, gradient_accumulation_steps, eval_strategy, save_steps, report_to.
+            per_device_train_batch_size, gradient_accumulation_steps, eval_strategy, save_steps, report_to. YAML takes a
+            bare no for false: write save_strategy: "no".
     """
 
     __pydantic_config__ = UNKNOWN_KEYS_FAIL
@@ -109,14 +111,22 @@ class Recipe:
     def __post_init__(self) -> None:
         """Checks what concerns several keys, and gives trainer's their types; raises ValueError by name."""
         object.__setattr__(self, "trainer", _trainer_fields(self.trainer))
+        if self.resume and self.trainer.get("save_only_model"):
+            raise ValueError(
+                "trainer.save_only_model=true keeps no optimizer, without which a run cannot go on as if nothing had "
+                "happened; use its last checkpoint as the model of a new run."
+            )
         if self.method == "lora" and self.lora is None:
             object.__setattr__(self, "lora", LoraSettings())
         if self.method == "full" and self.lora is not None:
             raise ValueError("lora is given, but method=full trains all weights; choose method=lora or leave it out.")
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if self.trainer.get(name, 1) < 1:
+                raise ValueError(f"trainer.{name}={self.trainer[name]} must be at least 1.")
         reserved = [name for name in _RESERVED if name in self.trainer]
         if reserved:
             raise ValueError(f"trainer.{reserved[0]} is set by the recipe itself: use output_dir and resume.")
-        if self.data.streaming and not self.trainer.get("max_steps", 0) > 0:
+        if self.data.streaming and self.trainer.get("max_steps", 0) < 1:
             raise ValueError(
                 "data.streaming=true has no length, so that the curriculum and schedules need trainer.max_steps."
             )
@@ -126,6 +136,13 @@ class Recipe:
                 "and leave revision out."
             )
 
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-5 as the number that YAML 1.2 takes it for; PyYAML follows 1.1, where it is text."""
+
+
+_NUMBER = re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 SETTINGS = (Recipe, FromConfig, DataSettings, ExitSettings, DropoutSettings, LoraSettings)
 
@@ -142,7 +159,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         ValueError: it is no YAML mapping, a key is unknown or missing, or a value cannot be.
     """
     try:
-        written = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        written = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(written, dict):
@@ -173,7 +190,7 @@ def _apply(written: dict[str, Any], change: str) -> None:
             place[parent] = {}
         place = place[parent]
     try:
-        place[last] = yaml.safe_load(value)
+        place[last] = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{change!r}: the value is no YAML: {error}") from error
 

@@ -6,13 +6,14 @@ import errno
 import json
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,51 +24,82 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECIPE_FILE = "recipe.json"
+_SAVING = ".saving-"
 
 
-def checkpoint_to_continue(output_dir: str, written: Mapping[str, Any], resume: bool) -> str | None:
-    """Returns the checkpoint to continue from, or `None` to begin.
+def earlier_run(output_dir: str, written: Mapping[str, Any], resume: bool) -> str | None:
+    """Returns the data's fingerprint of the run in a folder that is to be continued, or `None` where one begins.
+
+    Args:
+        output_dir: the run's folder.
+        written: the recipe, as `write_recipe` writes it.
+        resume: whether a run that is there may be continued.
 
     Raises:
         ValueError: the folder holds something else than the run that is asked for.
     """
     folder, recipe_file = Path(output_dir), Path(output_dir, RECIPE_FILE)
-    taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if taken and not recipe_file.is_file():
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not recipe_file.is_file():
         raise ValueError(f"output_dir={output_dir!r} is not empty and holds no run; choose another folder.")
-    if taken and not resume:
+    if not resume:
         raise ValueError(
             f"output_dir={output_dir!r} holds another run; continue it with resume=true, or choose another folder."
         )
-    checkpoint = None
-    if taken:
-        try:
-            before = json.loads(recipe_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{recipe_file} is damaged ({error}); choose another output_dir.") from error
-        changed = sorted(key for key in {*before, *written} if before.get(key) != written.get(key))
-        if changed:
-            raise ValueError(
-                f"output_dir={output_dir!r} holds a run with another recipe ({', '.join(changed)} differ); to continue "
-                "it, give its own recipe; for a new run choose another folder."
-            )
-        checkpoint = last_whole_checkpoint(folder)
-        if checkpoint is not None and written["trainer"].get("save_only_model"):
-            raise ValueError(
-                f"{checkpoint} was saved with trainer.save_only_model=true: without the optimizer's state it cannot be "
-                "continued as if nothing had been interrupted. Use it as the model of a new run."
-            )
-    return None if checkpoint is None else str(checkpoint)
+    try:
+        stored = json.loads(recipe_file.read_text(encoding="utf-8"))
+        recipe, fingerprint = dict(stored["recipe"]), str(stored["data"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{recipe_file} is damaged ({error}); choose another output_dir.") from error
+    changed = _differences(recipe, written)
+    if changed:
+        raise ValueError(
+            f"output_dir={output_dir!r} holds a run with another recipe ({', '.join(changed)} differ); to continue it, "
+            "give its own recipe; for a new run choose another folder."
+        )
+    return fingerprint
+
+
+def checkpoint_to_continue(output_dir: str, before: str, now: str) -> str | None:
+    """Returns the checkpoint from which the run in a folder goes on, or `None` where it has none yet.
+
+    Args:
+        output_dir: the run's folder.
+        before: fingerprint of the run's data.
+        now: fingerprint of the data as they are.
+
+    Raises:
+        ValueError: the data have changed, or the run is finished and left no checkpoint.
+    """
+    if before != now:
+        raise ValueError(
+            f"output_dir={output_dir!r} holds a run on other data: what data.train names has changed since. Put it "
+            "back, or choose another folder for a new run."
+        )
+    checkpoint = last_whole_checkpoint(output_dir)
+    if checkpoint is not None:
+        return str(checkpoint)
+    if any(Path(output_dir, name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(
+            f"output_dir={output_dir!r} holds a finished run and no checkpoint to continue from; choose another folder."
+        )
+    return None
 
 
 def step_of(checkpoint: str | Path) -> int | None:
     """Returns the global step of a checkpoint that was written to its end, or `None`.
 
-    Trainer writes its state last, so that a checkpoint whose state can be read is whole.
+    Trainer writes its state last, so that a checkpoint whose state can be read is whole, unless files in it were cut
+    later.
     """
     try:
+        for path in Path(checkpoint).glob("*.safetensors"):
+            safe_open(path, "pt").keys()
+        if not all(zipfile.is_zipfile(path) for path in Path(checkpoint).glob("*.pt")):
+            return None
         return int(json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, SafetensorError):
         return None
 
 
@@ -91,10 +123,22 @@ def finished_weights(checkpoint: str, best: bool) -> str | None:
     return state.best_model_checkpoint if best and state.best_model_checkpoint else checkpoint
 
 
-def write_recipe(written: Mapping[str, Any], output_dir: str) -> None:
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[str]:
+    """Returns the dotted keys in which two recipes differ."""
+    found = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += _differences(old, new, f"{place}{key}.")
+        elif old != new:
+            found.append(f"{place}{key}")
+    return found
+
+
+def write_recipe(written: Mapping[str, Any], fingerprint: str, output_dir: str) -> None:
     """Writes what a run is known by into its folder, all of it or nothing."""
     made = Path(output_dir, f".{RECIPE_FILE}")
-    made.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    made.write_text(json.dumps({"recipe": written, "data": fingerprint}, indent=2) + "\n", encoding="utf-8")
     made.replace(Path(output_dir, RECIPE_FILE))
 
 
@@ -142,8 +186,10 @@ def save_trained(
     Raises:
         OSError: it could not be written.
     """
+    for left in Path(output_dir).glob(f"{_SAVING}*"):
+        shutil.rmtree(left)  # by a run that was killed here
     try:
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=output_dir) as made:
+        with tempfile.TemporaryDirectory(prefix=_SAVING, dir=output_dir) as made:
             if is_peft_model(model):
                 model.save_pretrained(made, state_dict=state_dict)
                 write_adapter_metadata(made, metadata)

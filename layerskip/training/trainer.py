@@ -256,5 +256,7 @@ def _check_placement(args: TrainingArguments, device: torch.device) -> None:
             f"{args.n_gpu} GPUs in one process would be used through DataParallel, which is not supported: start with "
             "`accelerate launch` (one process a GPU), or set CUDA_VISIBLE_DEVICES to one."
         )
+    if device.type == "cpu" and args.fp16:
+        raise ValueError("fp16=True does nothing on CPU; leave it out, or use bf16=True.")
     if device.type == "cpu" and (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
         raise ValueError("FSDP was asked for on CPU, where accelerate drops it without a word; train without it.")

@@ -70,7 +70,7 @@ def test_ranks_drop_the_same_layers_and_draw_once_a_forward(dropped: list[Any]) 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_two_ranks_train_as_one_process_with_the_same_batch(tmp_path: Path, accumulated: int) -> None:
     options = {
-        "max_steps": 5,
+        "max_steps": 3,
         "optim": "sgd",
         "learning_rate": 0.5,
         "lr_scheduler_type": "constant",

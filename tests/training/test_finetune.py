@@ -18,6 +18,7 @@ import layerskip
 from layerskip.training.finetune import finetune
 from layerskip.training.models import add_adapters
 from layerskip.training.recipe import LoraSettings, Recipe, recipe_of
+from layerskip.training.run_folder import last_whole_checkpoint
 from tests import kit
 
 ROOT = Path(__file__).parents[2]
@@ -154,8 +155,25 @@ def test_training_from_scratch(folder: Path, tmp_path: Path) -> None:
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path, tmp_path: Path) -> None:
     scratch = {"from_config": kit.llama_config(vocab_size=50).to_diff_dict(), "tokenizer": str(folder / "model")}
-    with pytest.raises(ValueError, match="vocab_size=50 is below the tokenizer's 97 tokens"):
+    with pytest.raises(ValueError, match="the tokenizer has 97 tokens, but the model's vocab_size=50"):
         finetune(recipe(folder, tmp_path / "run", model=scratch))
+
+
+def test_keys_that_a_configuration_does_not_know_are_refused(folder: Path, tmp_path: Path) -> None:
+    scratch = {"from_config": {"model_type": "llama", "num_hiden_layers": 3}, "tokenizer": str(folder / "model")}
+    with pytest.raises(ValueError, match=r"from_config has \['num_hiden_layers'\]"):
+        finetune(recipe(folder, tmp_path / "run", model=scratch))
+
+
+def test_adapters_alone_name_the_revision_of_their_base() -> None:
+    adapted = add_adapters(kit.l4(), LoraSettings(), revision="v2")
+    assert adapted.peft_config["default"].revision == "v2"
+
+
+def test_a_run_saved_without_the_optimizer_is_not_continued(folder: Path, tmp_path: Path) -> None:
+    trainer = {**written(folder, tmp_path)["trainer"], "save_only_model": True}
+    with pytest.raises(ValueError, match="save_only_model=true"):
+        recipe(folder, tmp_path / "run", trainer=trainer, resume=True)
 
 
 def test_streaming_needs_no_length(folder: Path, tmp_path: Path) -> None:
@@ -192,10 +210,94 @@ def test_a_model_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("lm_head",), "lora.targets has lm_head.*tie_word_embeddings"),
+        (("lm_head",), r"lora.targets=.*has the head or the embedding"),
+        (("q_proj", "model.embed_tokens"), r"lora.targets=.*has the head or the embedding"),
         (("nothing",), r"lora.targets=.*cannot be adapted"),
     ],
 )
 def test_projections_that_cannot_be_adapted_are_refused(targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         add_adapters(kit.l4(tie_word_embeddings=True), LoraSettings(targets=targets))
+
+
+def test_rows_longer_than_the_learned_positions_are_refused(folder: Path, tmp_path: Path) -> None:
+    scratch = {"from_config": kit.gpt2_config().to_diff_dict(), "tokenizer": str(folder / "model")}
+    with pytest.raises(ValueError, match=r"data.max_length=1024 is above the 64 positions"):
+        finetune(recipe(folder, tmp_path / "run", model=scratch))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    kit.l4(vocab_size=90).save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="the tokenizer has 97 tokens, but the model's vocab_size=90"):
+        finetune(recipe(folder, tmp_path / "run", model=str(tmp_path / "small")))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"learning_rate": 1e30, "max_grad_norm": 0.0, "optim": "sgd"}, "training diverged"),
+        ({"per_device_train_batch_size": 100, "dataloader_drop_last": True}, "no step was taken"),
+        ({"report_to": "tensorboard"}, "trainer: .*ensor[Bb]oard"),
+    ],
+)
+def test_runs_that_lead_to_nothing_say_so_and_save_nothing(
+    folder: Path, tmp_path: Path, trainer: dict[str, Any], message: str
+) -> None:
+    options = {**written(folder, tmp_path)["trainer"], **trainer}
+    with pytest.raises(ValueError, match=message):
+        finetune(recipe(folder, tmp_path / "run", trainer=options))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_rows_that_do_not_count_are_counted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "w5 w6"}\n{"text": " "}\n{"text": "w7 w8"}\n')
+    metrics = finetune(recipe(folder, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")}))
+    assert metrics["dropped_rows"] == 1
+
+
+def test_a_run_is_not_continued_on_other_data(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "w5 w6"}\n{"text": "w7 w8"}\n')
+    finetune(recipe(folder, tmp_path / "run", data={"train": str(data)}))
+    data.write_text('{"text": "w5 w6"}\n{"text": "w7 w9"}\n')
+    with pytest.raises(ValueError, match="holds a run on other data"):
+        finetune(recipe(folder, tmp_path / "run", data={"train": str(data)}, resume=True))
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again(folder: Path, tmp_path: Path) -> None:
+    trainer = {**written(folder, tmp_path)["trainer"], "save_strategy": "no"}
+    finetune(recipe(folder, tmp_path / "run", trainer=trainer))
+    with pytest.raises(ValueError, match="holds a finished run and no checkpoint"):
+        finetune(recipe(folder, tmp_path / "run", trainer=trainer, resume=True))
+
+
+def test_a_finished_run_that_is_resumed_ends_with_its_best_weights(folder: Path, tmp_path: Path) -> None:
+    """The first checkpoint is made the best: a high loss counts as good."""
+    trainer = {
+        **written(folder, tmp_path)["trainer"],
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    finetune(recipe(folder, tmp_path / "run", trainer=trainer))
+    best = load_file(tmp_path / "run" / "model.safetensors")
+    first = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(best[name], first[name]) for name in first)
+    finetune(recipe(folder, tmp_path / "run", trainer=trainer, resume=True))
+    again = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(best[name], again[name]) for name in best)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_a_checkpoint_with_a_file_cut_short_is_passed_over(folder: Path, tmp_path: Path, name: str) -> None:
+    finetune(recipe(folder, tmp_path / "run"))
+    whole = load_file(tmp_path / "run" / "model.safetensors")
+    damaged = tmp_path / "run" / "checkpoint-4" / name
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    assert last_whole_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    finetune(recipe(folder, tmp_path / "run", resume=True))
+    resumed = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)

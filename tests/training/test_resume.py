@@ -131,7 +131,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint(
     material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     full = run({**material, **LORA}, tmp_path, "second checkpoint")
-    assert full.error.startswith(f"OSError: {tmp_path / 'checkpoint-6'} could not be written and was removed")
+    assert full.error.startswith(f"OSError: {tmp_path / 'checkpoint-6'} could not be written")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", RECIPE_FILE]
     resumed = run({**material, **LORA}, tmp_path, resume=True)
     assert resumed.error == "" and resumed.value == [batch for batch in whole[1] if batch[0] >= 3]
@@ -186,7 +186,7 @@ def test_a_folder_with_something_else_is_refused(material: dict[str, Any], tmp_p
 
 def test_resuming_with_another_recipe_is_refused(material: dict[str, Any], whole: tuple[Path, list[Any]]) -> None:
     changed = {**material, **LORA, "resume": True, "dropout": {"p_max": 0.25}, "dtype": "bfloat16"}
-    refused(changed, whole[0], r"another recipe \(dropout, dtype differ\)")
+    refused(changed, whole[0], r"another recipe \(dropout.p_max, dtype differ\)")
 
 
 def test_the_result_loads_plainly(whole: tuple[Path, list[Any]]) -> None:

@@ -187,7 +187,14 @@ def train_on_rows(rows: list[dict[str, list[int]]], p_max: float, folder: str, o
     trainer = LayerSkipTrainer(
         model,
         TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", **options),
-        exits=ExitSettings(exit_layers=(1, 2, 3), weights="equal", curriculum="rotational", rotation=3),
+        exits=ExitSettings(
+            exit_layers=(1, 2, 3),
+            weights="equal",
+            curriculum="rotational",
+            rotation=3,
+            loss="self_distillation",
+            guard_weight=0.5,
+        ),
         dropout=layer_dropout.DropoutSettings(p_max=p_max),
         train_dataset=datasets.Dataset.from_list(rows),
         data_collator=Collator(0),
@@ -273,7 +280,13 @@ def save_material(folder: Path) -> dict[str, Any]:
     return {
         "model": str(folder / "model"),
         "data": {"train": str(rows)},
-        "exits": {"exit_layers": [1, 2, 3], "curriculum": "rotational", "rotation": 3, "weights": "equal"},
+        "exits": {
+            "exit_layers": [1, 2, 3],
+            "curriculum": "rotational",
+            "rotation": 3,
+            "weights": "equal",
+            "guard_weight": 0.5,
+        },
         "dropout": {"p_max": 0.5},
         "trainer": {
             "use_cpu": True,
