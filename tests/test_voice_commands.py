@@ -156,7 +156,7 @@ def test_all_commands_of_a_small_task_can_be_made_and_no_more(monkeypatch: pytes
 
 def test_commands_that_two_phrasings_share_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     same = task.Intent(
-        slots=("state",), train="lights {state}", validation="lights on", test="lights {state}\nlights on"
+        slots=("state",), train=("lights {state}",), validation=("lights on",), test=("lights {state}", "lights on")
     )
     monkeypatch.setattr(task, "INTENTS", {"switch_lights": same})
     assert len(task.generate("test", 2, 0)) == 2
