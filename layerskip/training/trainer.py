@@ -33,10 +33,9 @@ class LayerSkipTrainer(Trainer):
 
     While `train` and `evaluate` run, the model carries wrappers for layer dropout and the exit loss; afterwards it is a
     plain model again. Logs hold `loss_exit_E` and `agreement_exit_E` (how often the exit's first choice is the last
-    layer's) of the exits that were on, `loss_last_layer`, and `tokens_per_second` (padding left
-    out, while steps ran). Evaluation gives
-    `loss` and `perplexity` of the last layer, and `loss_exit_E`, `perplexity_exit_E` and `agreement_exit_E` of every
-    exit, per token over the whole set.
+    layer's) of the exits that were on, `loss_last_layer`, and `tokens_per_second` (padding left out, while steps ran).
+    Evaluation gives `loss` and `perplexity` of the last layer, and `loss_exit_E`, `perplexity_exit_E` and
+    `agreement_exit_E` of every exit, per token over the whole set.
     """
 
     def __init__(
