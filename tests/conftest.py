@@ -1,10 +1,14 @@
 """Settings for all tests."""
 
+import os
+
 import pytest
 import torch
 
-# Tiny models are slower on several threads than on one.
+# Tiny models are slower on several threads than on one, and runs that must be equal to the bit take the same number;
+# the variable is for the programs that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -99,14 +99,14 @@ def chunked_token_losses(
     teachers = [teacher for teacher in (target, original) if teacher is not None]
 
     def losses(chunk_labels: torch.Tensor, *chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_exits, (of_last, *of_teachers) = chunk[: len(states)], chunk[len(states) :]
-        last_logits = logits(of_last)
+        of_teachers = chunk[len(states) + 1 :]
+        # One product with the head for all: its gradient, as large as the head, is then made once a chunk.
+        *of_exits, last_logits = logits(torch.cat(chunk[: len(states) + 1])).chunk(len(states) + 1)
         choice = last_logits.argmax(dim=-1)
         with torch.no_grad():
             goal = last_logits.detach() if target is None else target.logits(of_teachers[0])
         rows, agreements = [], []
-        for state in of_exits:
-            exit_logits = logits(state)
+        for exit_logits in of_exits:
             rows.append(loss(exit_logits, chunk_labels, goal))
             agreements.append(exit_logits.argmax(dim=-1) == choice)
         rows.append(cross_entropy(last_logits, chunk_labels, goal))
