@@ -164,7 +164,7 @@ def run() -> None:
     source = ["--model", model_path(arguments.model)]
     if arguments.vocabulary is not None:
         source = ["--vocabulary", str(arguments.vocabulary)]
-    numbers = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("batch-size", "tokens", "steps")]
+    numbers = [f"--{name}={vars(arguments)[name.replace('-', '_')]}" for name in ("batch-size", "tokens", "steps")]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(arguments.repeats):
         for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,5 +184,4 @@ def test_a_recipes_header_says_where_it_is_from_how_it_runs_and_what_was_measure
     header = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8").split("\nmodel:")[0]
     assert f"training/finetune.py configs/{name}.yaml" in header
     assert "Source:" in header
-    assert "Measured:" in header or "Not run here" in header
-    assert "XXX" not in header
+    assert re.search(r"Measured: \d|Not run here", header)
