@@ -6,7 +6,7 @@
 The task is narrow and its answers are structured, as in TOPv2 (Chen et al., 2020), but everything is made up here, so
 nothing is downloaded. Every line of the output is a row:
 
-    {"prompt": [{"role": "system", "content": "Answer with …"}, {"role": "user", "content": "wake me up at 7:30 am"}],
+    {"prompt": [{"role": "system", "content": "Voice command to JSON."}, {"role": "user", "content": "wake me up at 7:30 am"}],
      "completion": "{\\"intent\\": \\"set_alarm\\", \\"slots\\": {\\"time\\": \\"7:30 am\\"}}"}
 
 Slot values are copied from the command as they were spoken; slots that a command does not mention are absent. The
@@ -34,7 +34,7 @@ import yaml
 from layerskip.program import run_program
 
 SPLITS = ("train", "validation", "test")
-SYSTEM = "Answer with one line of JSON: the intent of the command and its slots."
+SYSTEM = "Voice command to JSON."
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
         r=settings.rank,
         # Declared as an integer there, and used as a factor.
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern=dict(settings.alpha_pattern),
         lora_dropout=settings.dropout,
         target_modules=targets,
         revision=revision,

@@ -50,6 +50,9 @@ class LoraSettings:
     Attributes:
         rank: of the update of each projection.
         alpha: the update is scaled by alpha / rank.
+        rank_pattern: other ranks for some projections, as PEFT takes them: a regular expression that ends like the
+            names of modules, such as `layers\\.[0-5]\\..*` for the six lowest layers, which have the most to learn.
+        alpha_pattern: other alphas, likewise.
         dropout: of the adapters' input.
         targets: names of projections, such as [q_proj, v_proj], or "all-linear" for all but the head.
         merge: save the merged model, a plain checkpoint; false saves the adapters alone.
@@ -59,6 +62,8 @@ class LoraSettings:
 
     rank: int = 16
     alpha: float = 32.0
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     merge: bool = True
