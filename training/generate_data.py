@@ -1,6 +1,6 @@
 """Makes training data of a model's own answers, the best data to teach its early layers what its last one says.
 
-    python training/generate_data.py --model demo --prompts prompts.txt --out own.jsonl
+    python training/generate_data.py --model demo-base --prompts prompts.txt --out own.jsonl
     python training/generate_data.py --model PATH_OR_ID --prompts rows.jsonl --out own.jsonl --skip-unfinished --resume
 
 Prompts are the lines of a .txt file, or the rows of a .jsonl file that have `prompt` (a string or a list of messages),
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import layerskip
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, model_path, run_program
+from layerskip.program import as_chat, load_engine, run_program
 from layerskip.prompt_file import Prompt, json_rows, prompts_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a local folder, a hub id, or demo")
+    parser.add_argument("--model", required=True, help="a local folder, a hub id, demo or demo-base")
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="a .txt or .jsonl file")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument("--resume", action="store_true", help="go on with the file of --out, where there is one")
@@ -221,7 +221,7 @@ def run() -> None:
         raise ValueError(f"--batch-size {arguments.batch_size} is out of range; allowed are integers from 1 on.")
     prompts = prompts_of(arguments.prompts)
     answered = check_output(arguments.out, arguments.resume)
-    engine = layerskip.load(model_path(arguments.model), dtype=arguments.dtype, device=arguments.device)
+    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
     if engine.tokenizer is None:
         raise ValueError(f"--model {arguments.model} has no tokenizer, without which no text can be read or written.")
     if engine.tokenizer.eos_token_id is None or engine.model.generation_config.eos_token_id is None:

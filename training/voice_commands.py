@@ -6,10 +6,12 @@
 The task is narrow and its answers are structured, as in TOPv2 (Chen et al., 2020), but everything is made up here, so
 nothing is downloaded. Every line of the output is a row:
 
-    {"prompt": [{"role": "system", "content": "Voice command to JSON."}, {"role": "user", "content": "wake me up at 7:30 am"}],
-     "completion": "{\\"intent\\": \\"set_alarm\\", \\"slots\\": {\\"time\\": \\"7:30 am\\"}}"}
+    {"prompt": [{"role": "system", "content": "Voice …"}, {"role": "user", "content": "wake me up at 7:30 am"}],
+     "completion": "{\\"intent\\": \\"set_alarm\\", \\"slots\\": {\\"time\\": \\"7:30 am\\"}}",
+     "guard": false}
 
-Slot values are copied from the command as they were spoken; slots that a command does not mention are absent. The
+Slot values are copied from the command as they were spoken; slots that a command does not mention are absent. `guard`
+frees the row from a guard that holds a model to its former answers. The
 splits share the intents, but neither a phrasing nor a value of an open slot: names, places, titles, messages, numbers
 and times of validation and test never occur in train. The same split, rows and seed always give the same rows.
 """
@@ -206,7 +208,7 @@ def as_row(command: str, intent: str, slots: dict[str, str]) -> dict[str, Any]:
     """Returns a command and its answer as a row of messages."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": command}]
     answer = json.dumps({"intent": intent, "slots": slots}, ensure_ascii=False)
-    return {"prompt": messages, "completion": answer}
+    return {"prompt": messages, "completion": answer, "guard": False}
 
 
 def generate(split: str, rows: int, seed: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Measuring ways to generate against each other: the same prompts, the same number of tokens, interleaved."""
+"""Measuring ways to generate against each other: the same prompts and the same budget, interleaved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
+from layerskip.decoding.statistics import Statistics
 from layerskip.model.layered import LayeredModel
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ class Run:
 
     Attributes:
         decoded: tokens that came after the first ones were handed out; `decode_seconds` is what they took.
+        statistics: the engine's own; `None` for other ways to generate.
     """
 
     token_ids: list[int]
     decoded: int
     prefill_seconds: float
     decode_seconds: float
+    statistics: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,40 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class RoundCosts:
+    """What the parts of a round cost, counted in steps of plain decoding.
+
+    Attributes:
+        c: seconds of drafting per draft that was processed.
+        verify_cost: seconds of verification per round.
+        predicted: the speed-up that these give, without what a round spends elsewhere:
+            tokens per round / (verify_cost + drafts per round · c).
+    """
+
+    c: float
+    verify_cost: float
+    predicted: float
+
+
+def round_costs(runs: Sequence[Run], seconds_per_token: float) -> RoundCosts | None:
+    """Returns the costs of some runs together; `None` where none of them drafted.
+
+    Args:
+        runs: of one arm.
+        seconds_per_token: of plain decoding.
+    """
+    done = [run.statistics for run in runs if run.statistics is not None]
+    rounds = sum(counted.rounds for counted in done)
+    drafts = sum(counted.draft_tokens_processed for counted in done)
+    if not drafts:
+        return None
+    c = sum(counted.seconds["draft"] for counted in done) / drafts / seconds_per_token
+    verify_cost = sum(counted.seconds["verify"] for counted in done) / rounds / seconds_per_token
+    tokens = sum(counted.emitted - 1 for counted in done)
+    return RoundCosts(c, verify_cost, tokens / rounds / (verify_cost + drafts / rounds * c))
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What was measured for one arm.
 
@@ -65,6 +102,8 @@ class Measurement:
         outside_share: share of the time after the first token that is spent outside the calls of embedding, layers,
             norm and head, on the first prompt; `None` for an arm that hands out several tokens at first, whose
             prefill cannot be told from its first round.
+        c, verify_cost, predicted: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
+            or drafts nothing.
     """
 
     name: str
@@ -78,6 +117,9 @@ class Measurement:
     layer_tokens: int
     same_as_first: int
     outside_share: float | None
+    c: float | None
+    verify_cost: float | None
+    predicted: float | None
 
 
 class TokenClock:
@@ -94,16 +136,27 @@ class TokenClock:
         """Nothing to do."""
 
 
-def transformers_arm(name: str, model: PreTrainedModel, arm: Arm | None = None, **options: Any) -> Arm:
-    """Returns the arm that calls `model.generate` greedily with these options and without an end-of-sequence token.
+def transformers_arm(
+    name: str, model: PreTrainedModel, arm: Arm | None = None, *, stop_at_eos: bool = False, **options: Any
+) -> Arm:
+    """Returns the arm that calls `model.generate` greedily with these options.
 
     Args:
+        name: what it is called.
+        model: its generation config is given the draft length of `arm`.
         arm: the arm whose exit layer and draft length this one shares.
+        stop_at_eos: whether the model's end-of-sequence tokens end an answer.
+        options: of `generate`.
     """
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
         clock = TokenClock()
-        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
+        settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
+        if not stop_at_eos:
+            settings["eos_token_id"] = None
+        if arm is not None:
+            # `generate` ignores num_assistant_tokens as an argument; it reads it from the model's generation config.
+            model.generation_config.num_assistant_tokens = arm.num_draft_tokens
         run: Any = model.generate
         begin = time.perf_counter()
         sequences = run(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings, **options)
@@ -115,23 +168,24 @@ def transformers_arm(name: str, model: PreTrainedModel, arm: Arm | None = None, 
     return Arm(name, generate, arm.exit_layer if arm else None, arm.num_draft_tokens if arm else None)
 
 
-def engine_arm(name: str, engine: Engine, **options: Any) -> Arm:
-    """Returns the arm that calls `Engine.generate` greedily with these options and without an end-of-sequence token."""
+def engine_arm(name: str, engine: Engine, *, stop_at_eos: bool = False, **options: Any) -> Arm:
+    """Returns the arm that calls `Engine.generate` greedily with these options.
+
+    Args:
+        name: what it is called.
+        engine: whose model it is.
+        stop_at_eos: whether the model's end-of-sequence tokens end an answer.
+        options: of `Engine.generate`.
+    """
+    settings = {"do_sample": False, **({} if stop_at_eos else {"eos_token_id": None}), **options}
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
-        result = engine.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            eos_token_id=None,
-            max_new_tokens=max_new_tokens,
-            **options,
-        )
+        result = engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
         seconds = time.perf_counter() - begin
         prefill = result.statistics.seconds["prefill"]
         tokens = result.sequences[0, ids.shape[1] :].tolist()
-        return Run(tokens, len(tokens) - 1, prefill, seconds - prefill)
+        return Run(tokens, len(tokens) - 1, prefill, seconds - prefill, result.statistics)
 
     return Arm(name, generate, options.get("exit_layer"), options.get("num_draft_tokens"))
 
@@ -141,11 +195,13 @@ def measure(
 ) -> Iterator[list[Measurement]]:
     """Runs all arms on all prompts, interleaved, and yields the measurements so far after every repeat.
 
-    One pass that is not timed comes first: it warms everything up, counts the layers' work and compares tokens. A
-    progress bar on standard error counts generations.
+    The first arm is plain decoding, which the others are compared with. One pass that is not timed comes first: it
+    warms everything up, counts the layers' work and compares tokens. A progress bar on standard error counts
+    generations.
 
     Raises:
-        ValueError: fewer than two tokens, which leave nothing to time, or no repeat.
+        ValueError: fewer than two tokens or answers that end with their first one, which leave nothing to time, or no
+            repeat.
     """
     if max_new_tokens < 2:
         raise ValueError(
@@ -158,12 +214,15 @@ def measure(
         for arm in arms:
             with layer_tokens(model) as counted:
                 tokens.append([_run(arm, ids, max_new_tokens, progress).token_ids for ids in prompts])
+            if all(len(answer) == 1 for answer in tokens[-1]):
+                raise ValueError(f"every answer of {arm.name} ends with its first token; pass other prompts.")
             work.append(counted[0])
             outside.append(share_outside_modules(model, arm, prompts[0], max_new_tokens))
         same = [sum(ours == first for ours, first in zip(mine, tokens[0], strict=True)) for mine in tokens]
         progress.set_description("measuring")
         speeds: list[list[float]] = [[] for _ in arms]
         prefills: list[list[float]] = [[] for _ in arms]
+        costs: list[list[RoundCosts]] = [[] for _ in arms]
         for _ in range(repeats):
             runs: list[list[Run]] = [[] for _ in arms]
             for ids in prompts:
@@ -172,6 +231,8 @@ def measure(
             for index, mine in enumerate(runs):
                 speeds[index].append(sum(run.decoded for run in mine) / sum(run.decode_seconds for run in mine))
                 prefills[index] += [run.prefill_seconds for run in mine]
+                cost = round_costs(mine, 1 / speeds[0][-1])
+                costs[index] += [] if cost is None else [cost]
             yield [
                 Measurement(
                     name=arm.name,
@@ -185,9 +246,16 @@ def measure(
                     layer_tokens=work[index],
                     same_as_first=same[index],
                     outside_share=outside[index],
+                    c=_median([cost.c for cost in costs[index]]),
+                    verify_cost=_median([cost.verify_cost for cost in costs[index]]),
+                    predicted=_median([cost.predicted for cost in costs[index]]),
                 )
                 for index, arm in enumerate(arms)
             ]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _run(arm: Arm, ids: torch.Tensor, max_new_tokens: int, progress: tqdm[Any]) -> Run:
@@ -240,13 +308,13 @@ def share_outside_modules(model: PreTrainedModel, arm: Arm, ids: torch.Tensor, m
     """Returns which share of the time after the first token an arm spends outside the model's modules.
 
     The hooks that time the modules lengthen what is outside a little. What a call for one token spends inside them is
-    taken for the prefill's part; `None` where an arm's first tokens come from a round as well.
+    taken for the prefill's part; `None` where an arm's first tokens come from a round as well, or none follow.
     """
     with module_seconds(model) as seconds:
         arm.generate(ids, 1)
     prefill = seconds[0]
     with module_seconds(model) as seconds:
         run = arm.generate(ids, max_new_tokens)
-    if run.decoded < len(run.token_ids) - 1:
+    if run.decoded < max(len(run.token_ids) - 1, 1):
         return None
     return 1 - (seconds[0] - prefill) / run.decode_seconds

@@ -10,12 +10,13 @@ import torch
 
 from layerskip.decoding.loop import DecodeLoop, DecodeSettings
 from layerskip.decoding.options import GenerationOptions, read_options
-from layerskip.decoding.plan import Plan, check_exit_layer, check_num_draft_tokens, make_plan
+from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
 from layerskip.decoding.prompts import Prompts, inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.text import GrowingText
+from layerskip.model.draft_head import DraftHead, check_draft_token_ids
 from layerskip.model.layered import LayeredModel
-from layerskip.model.loading import load_model
+from layerskip.model.loading import load_checkpoint
 from layerskip.model.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Engine:
         *,
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        draft_vocab_size: int | None = None,
+        draft_token_ids: torch.Tensor | None = None,
     ) -> None:
         """Makes an engine for `model`.
 
@@ -47,17 +50,28 @@ class Engine:
             tokenizer: for prompts and results as text.
             exit_layer: E, how many layers a draft runs, 1 to L − 1; by default the checkpoint's.
             num_draft_tokens: γ, at most how many tokens a round drafts; by default the checkpoint's, else 4.
+            draft_vocab_size: how many of `draft_token_ids`, from the first on, can be drafted, so that drafting reads
+                only these rows of the head; the model's vocabulary size for the full head. By default the
+                checkpoint's, else all of `draft_token_ids`, else the full head. Verification always has the full
+                head, so that the output is the same.
+            draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
 
         Raises:
-            ValueError: a model that is not supported, or a number out of range.
-            TypeError: `model` is no transformers model, or a number is no integer.
+            ValueError: a model that is not supported, a number out of range, or token ids that the model does not
+                have or that occur twice.
+            TypeError: `model` is no transformers model, a number is no integer, or `draft_token_ids` no tensor.
         """
         self.model = model
         self.tokenizer = tokenizer
-        num_layers = self.layered.num_layers
+        layered = self.layered
         self.metadata = Metadata.of(model.config)
-        self.exit_layer = check_exit_layer(exit_layer, num_layers)
-        self.num_draft_tokens = check_num_draft_tokens(num_draft_tokens)
+        self.draft_token_ids = draft_token_ids
+        if draft_token_ids is not None:
+            self.draft_token_ids = check_draft_token_ids(draft_token_ids, layered.vocab_size)
+        self.exit_layer = exit_layer
+        self.num_draft_tokens = num_draft_tokens
+        self.draft_vocab_size = draft_vocab_size
+        self._wishes.check(self._limits(layered))
 
     def generate(
         self,
@@ -67,6 +81,7 @@ class Engine:
         strategy: str = "self_speculative",
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        draft_vocab_size: int | None = None,
         cache: None = None,
         generator: None = None,
         generation_config: GenerationConfig | None = None,
@@ -82,6 +97,7 @@ class Engine:
                 all layers for every token; "early_exit" answers from layers 1..E alone, which is another, worse model.
             exit_layer: E for this call.
             num_draft_tokens: γ for this call.
+            draft_vocab_size: for this call.
             cache: not supported.
             generator: not supported; greedy decoding draws no random numbers.
             generation_config: settings of this call; the model's own fill what is left open.
@@ -96,9 +112,8 @@ class Engine:
         """
         _refuse_argument("cache", cache)
         _refuse_argument("generator", generator)
-        call = self._prepare(
-            prompts, attention_mask, strategy, exit_layer, num_draft_tokens, generation_config, arguments
-        )
+        wishes = Wishes(exit_layer, num_draft_tokens, draft_vocab_size)
+        call = self._prepare(prompts, attention_mask, strategy, wishes, generation_config, arguments)
         return call.run()
 
     def stream(
@@ -109,6 +124,7 @@ class Engine:
         strategy: str = "self_speculative",
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
+        draft_vocab_size: int | None = None,
         generation_config: GenerationConfig | None = None,
         **arguments: Any,
     ) -> Iterator[StreamEvent]:
@@ -120,9 +136,8 @@ class Engine:
         Raises:
             TypeError, ValueError: as `generate`, at the call itself; and for more than one prompt.
         """
-        call = self._prepare(
-            prompt, attention_mask, strategy, exit_layer, num_draft_tokens, generation_config, arguments
-        )
+        wishes = Wishes(exit_layer, num_draft_tokens, draft_vocab_size)
+        call = self._prepare(prompt, attention_mask, strategy, wishes, generation_config, arguments)
         if len(call.loop.rows) != 1:
             raise ValueError(f"stream takes one prompt, not {len(call.loop.rows)}; use generate for a batch.")
         return call.events()
@@ -136,26 +151,26 @@ class Engine:
         """
         return LayeredModel(self.model)
 
+    @property
+    def _wishes(self) -> Wishes:
+        return Wishes(self.exit_layer, self.num_draft_tokens, self.draft_vocab_size)
+
+    def _limits(self, layered: LayeredModel) -> Limits:
+        ids = 0 if self.draft_token_ids is None else len(self.draft_token_ids)
+        return Limits(layered.num_layers, layered.vocab_size, ids)
+
     def _prepare(
         self,
         prompts: Any,
         attention_mask: torch.Tensor | None,
         strategy: str,
-        exit_layer: int | None,
-        num_draft_tokens: int | None,
+        wishes: Wishes,
         generation_config: GenerationConfig | None,
         arguments: dict[str, Any],
     ) -> _Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
-        plan = make_plan(
-            strategy,
-            exit_layer,
-            num_draft_tokens,
-            engine=(self.exit_layer, self.num_draft_tokens),
-            metadata=self.metadata,
-            num_layers=layered.num_layers,
-        )
+        plan = make_plan(strategy, wishes, engine=self._wishes, metadata=self.metadata, limits=self._limits(layered))
         if any(module.training for module in self.model.modules()):
             raise ValueError(
                 "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
@@ -166,7 +181,10 @@ class Engine:
             mask = inferred_mask(read.padded, options.pad_token_id, options.eos_token_ids)
             read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
         layered.check_length(max(len(row) for row in read.rows) + options.max_new_tokens)
-        return _Call(layered, read, plan, options, self.tokenizer)
+        draft_head = None
+        if plan.draft_vocab_size is not None and self.draft_token_ids is not None:
+            draft_head = DraftHead.of(layered, self.draft_token_ids[: plan.draft_vocab_size])
+        return _Call(layered, read, plan, options, self.tokenizer, draft_head)
 
 
 class _Call:
@@ -179,6 +197,7 @@ class _Call:
         plan: Plan,
         options: GenerationOptions,
         tokenizer: PreTrainedTokenizerBase | None,
+        draft_head: DraftHead | None,
     ) -> None:
         self.prompts = prompts.tensor(options.pad_token_id)
         self.plan = plan
@@ -193,7 +212,7 @@ class _Call:
             eos_token_ids=options.eos_token_ids,
             keep_logits=options.output_scores or options.output_logits,
         )
-        self.loop = DecodeLoop(model, prompts.rows, settings)
+        self.loop = DecodeLoop(model, prompts.rows, settings, draft_head)
 
     def run(self) -> GenerationResult:
         """Runs the loop to its end and returns the result."""
@@ -221,6 +240,8 @@ def load(
     *,
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
+    draft_vocab_size: int | None = None,
+    base: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str | None = None,
@@ -230,23 +251,39 @@ def load(
 
     Args:
         path_or_id: a local folder, or a model id on the Hugging Face hub. LoRA adapters in a folder of their own are
-            merged into the model that they name.
+            merged into the model that they name, in fp32, and the sums rounded once to `dtype`.
         exit_layer: E; by default the checkpoint's recommendation.
         num_draft_tokens: γ; by default the checkpoint's recommendation, else 4.
+        draft_vocab_size: how many of the checkpoint's draft token ids to draft from; the model's vocabulary size for
+            the full head. By default the checkpoint's recommendation, else all that it has, else the full head.
+        base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
         device: where the model goes; by default the first CUDA device where there is one, else the CPU.
-        dtype: of the weights; "auto" keeps the checkpoint's.
+        dtype: of the weights; "auto" keeps the checkpoint's, of adapters that of the model beneath.
         attn_implementation: "sdpa" or "eager"; by default what transformers chooses for the family.
         revision: of a model on the hub.
 
     Raises:
-        ValueError: no model there, a family that is not supported, or a number out of range.
-        TypeError: `path_or_id` is no path or id, or a number is no integer.
+        ValueError: no model there, a family that is not supported, a number out of range, draft token ids that are
+            missing or damaged, or a `base` beneath a whole model.
+        TypeError: `path_or_id` or `base` is no path or id, or a number is no integer.
         ImportError: a folder of adapters, and peft is not installed.
     """
-    model, tokenizer = load_model(
-        path_or_id, device=device, dtype=dtype, attn_implementation=attn_implementation, revision=revision
+    checkpoint = load_checkpoint(
+        path_or_id,
+        device=device,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        revision=revision,
+        base=base,
     )
-    return Engine(model, tokenizer, exit_layer=exit_layer, num_draft_tokens=num_draft_tokens)
+    return Engine(
+        checkpoint.model,
+        checkpoint.tokenizer,
+        exit_layer=exit_layer,
+        num_draft_tokens=num_draft_tokens,
+        draft_vocab_size=draft_vocab_size,
+        draft_token_ids=checkpoint.draft_token_ids,
+    )
 
 
 def _refuse_argument(name: str, value: Any) -> None:

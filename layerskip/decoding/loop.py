@@ -12,6 +12,7 @@ import torch
 from layerskip.decoding.acceptance import accept_greedy
 from layerskip.decoding.statistics import Tally
 from layerskip.model.cache import SharedCache
+from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
 
@@ -78,10 +79,21 @@ class DecodeLoop:
     Iterate over `blocks()` to run it; `rows` then holds the outcome, in the caller's order.
     """
 
-    def __init__(self, model: LayeredModel, prompts: Sequence[list[int]], settings: DecodeSettings) -> None:
-        """Allocates the cache for all `prompts` (non-empty lists of token ids); runs no layer yet."""
+    def __init__(
+        self,
+        model: LayeredModel,
+        prompts: Sequence[list[int]],
+        settings: DecodeSettings,
+        draft_head: DraftHead | None = None,
+    ) -> None:
+        """Allocates the cache for all `prompts` (non-empty lists of token ids); runs no layer yet.
+
+        Args:
+            draft_head: what chooses drafts in place of the model's own head; it never touches what is emitted.
+        """
         self.model = model
         self.settings = settings
+        self.draft_head = draft_head
         self.rows = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
         self.active = list(self.rows)
         # The last emitted token is never processed, so the last slot stays free: dead tokens go there.
@@ -157,9 +169,15 @@ class DecodeLoop:
             if not drafting:
                 return drafts, states
             states.append(self._early_pass(starts, drafts, step))
-            choices = self.model.logits(states[-1]).argmax(-1).tolist()
+            choices = self._choose(states[-1]).tolist()
             for index in drafting:
                 drafts[index].append(choices[index][0])
+
+    def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the drafts that follow exit states `(rows, 1, hidden)`: token ids `(rows, 1)`."""
+        if self.draft_head is None:
+            return self.model.logits(hidden).argmax(-1)
+        return self.draft_head.choose(hidden)
 
     def _early_pass(self, starts: list[int], drafts: list[list[int]], step: int) -> torch.Tensor:
         """Runs layers 1..E over the `step`-th token of the round in each row that has one; the others' are dead.

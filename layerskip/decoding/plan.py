@@ -1,4 +1,4 @@
-"""How a call decodes: its strategy, exit layer and draft length, from the call, the engine and the checkpoint."""
+"""How a call decodes: strategy, exit layer, draft length and draft vocabulary, from call, engine and checkpoint."""
 
 from __future__ import annotations
 
@@ -21,29 +21,61 @@ class Plan:
         strategy: one of `STRATEGIES`.
         exit_layer: E, counted from 1; `None` for "autoregressive".
         num_draft_tokens: γ; `None` where nothing is drafted.
+        draft_vocab_size: how many of the draft token ids to draft from; `None` for the full head.
     """
 
     strategy: str
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
+    draft_vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the numbers of a plan have to fit.
+
+    Attributes:
+        num_layers: L; exits are 1 to L − 1.
+        vocab_size: of the model; as `draft_vocab_size` it means the full head.
+        num_draft_token_ids: how many there are to draft from; 0 without a list.
+    """
+
+    num_layers: int
+    vocab_size: int
+    num_draft_token_ids: int = 0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The numbers that a call or an engine asks for, `None` where it leaves one open."""
+
+    exit_layer: int | None = None
+    num_draft_tokens: int | None = None
+    draft_vocab_size: int | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Raises TypeError for what is no integer, ValueError for what is out of range."""
+        check_exit_layer(self.exit_layer, limits.num_layers)
+        check_num_draft_tokens(self.num_draft_tokens)
+        check_draft_vocab_size(self.draft_vocab_size, limits)
 
 
 def make_plan(
     strategy: str,
-    exit_layer: int | None,
-    num_draft_tokens: int | None,
+    call: Wishes,
     *,
-    engine: tuple[int | None, int | None],
+    engine: Wishes,
     metadata: Metadata,
-    num_layers: int,
+    limits: Limits,
 ) -> Plan:
     """Returns the plan of a call; its own arguments override the engine's, those the checkpoint's.
 
     Args:
-        strategy, exit_layer, num_draft_tokens: the call's own; `None` where it leaves them open.
-        engine: the engine's exit layer and draft length.
+        strategy: one of `STRATEGIES`.
+        call: the call's own numbers.
+        engine: the engine's.
         metadata: the checkpoint's.
-        num_layers: L; exits are 1 to L − 1.
+        limits: what all of them have to fit.
 
     Raises:
         TypeError: a number that is no integer.
@@ -52,22 +84,23 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; allowed are {', '.join(STRATEGIES)}.")
-    check_exit_layer(exit_layer, num_layers)
-    check_num_draft_tokens(num_draft_tokens)
-    if strategy == "autoregressive" and exit_layer is not None:
-        raise ValueError(f"exit_layer={exit_layer} has no meaning with strategy={strategy!r}; leave it out.")
-    if strategy != "self_speculative" and num_draft_tokens is not None:
-        raise ValueError(
-            f"num_draft_tokens={num_draft_tokens} has no meaning with strategy={strategy!r}; leave it out."
-        )
+    call.check(limits)
+    drafting = {"num_draft_tokens": call.num_draft_tokens, "draft_vocab_size": call.draft_vocab_size}
+    useless = {} if strategy == "self_speculative" else drafting
+    if strategy == "autoregressive":
+        useless = {"exit_layer": call.exit_layer, **useless}
+    for name, value in useless.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} has no meaning with strategy={strategy!r}; leave it out.")
     if strategy == "autoregressive":
         return Plan(strategy)
 
-    chosen = exit_layer if exit_layer is not None else check_exit_layer(engine[0], num_layers)
+    num_layers = limits.num_layers
+    chosen = call.exit_layer if call.exit_layer is not None else check_exit_layer(engine.exit_layer, num_layers)
     if chosen is None:
         chosen = check_exit_layer(metadata.exit_layer, num_layers, f"{STORED}exit_layer")
     if chosen is None and metadata.compared:
-        if strategy == "self_speculative" and num_draft_tokens is None:
+        if strategy == "self_speculative" and call == Wishes():
             return Plan("autoregressive")
         raise ValueError(
             f"strategy={strategy!r} without exit_layer: the checkpoint says that no exit pays; pass an exit_layer of "
@@ -85,10 +118,26 @@ def make_plan(
         )
     if strategy == "early_exit":
         return Plan(strategy, chosen)
-    drafts = num_draft_tokens if num_draft_tokens is not None else check_num_draft_tokens(engine[1])
+    drafts = call.num_draft_tokens
+    if drafts is None:
+        drafts = check_num_draft_tokens(engine.num_draft_tokens)
     if drafts is None:
         drafts = check_num_draft_tokens(metadata.num_draft_tokens, f"{STORED}num_draft_tokens")
-    return Plan(strategy, chosen, DEFAULT_NUM_DRAFT_TOKENS if drafts is None else drafts)
+    if drafts is None:
+        drafts = DEFAULT_NUM_DRAFT_TOKENS
+    return Plan(strategy, chosen, drafts, _draft_vocab_size(call, engine, metadata, limits))
+
+
+def _draft_vocab_size(call: Wishes, engine: Wishes, metadata: Metadata, limits: Limits) -> int | None:
+    """Returns how many of the draft token ids to draft from; `None` for the full head."""
+    size = call.draft_vocab_size
+    if size is None:
+        size = check_draft_vocab_size(engine.draft_vocab_size, limits)
+    if size is None and limits.num_draft_token_ids:
+        size = check_draft_vocab_size(metadata.draft_vocab_size, limits, f"{STORED}draft_vocab_size")
+        if size is None:
+            size = limits.num_draft_token_ids
+    return None if size == limits.vocab_size else size
 
 
 def check_exit_layer(value: Any, num_layers: int, name: str = "exit_layer") -> int | None:
@@ -104,6 +153,20 @@ def check_num_draft_tokens(value: Any, name: str = "num_draft_tokens") -> int | 
     return _checked_count(
         name, value, None, "allowed are integers from 1 on (strategy='autoregressive' drafts nothing)"
     )
+
+
+def check_draft_vocab_size(value: Any, limits: Limits, name: str = "draft_vocab_size") -> int | None:
+    """Returns a size of the draft vocabulary, or `None` for none; raises TypeError or ValueError for what there are no
+    token ids for."""
+    full = f"{limits.vocab_size} (the model's vocabulary: the full head)"
+    allowed = f"allowed are 1 to {limits.num_draft_token_ids} (as many draft_token_ids are there) and {full}"
+    if not limits.num_draft_token_ids:
+        allowed = (
+            f"allowed is {full}, since no draft_token_ids are there; a training recipe with `draft_vocab_size: 8192` "
+            "writes them into its checkpoint"
+        )
+    highest = limits.vocab_size if value == limits.vocab_size else limits.num_draft_token_ids
+    return _checked_count(name, value, highest, allowed)
 
 
 def _checked_count(name: str, value: Any, highest: int | None, allowed: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from layerskip.model.metadata import ADAPTER_FILE, KEY, Metadata
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 # PEFT's own names.
@@ -24,19 +26,25 @@ class AdapterFolder:
 
     Attributes:
         folder: where they lie.
-        base: folder or hub id of the model that they were trained on.
+        base: folder or hub id of the model beneath them.
+        is_base_given: the caller said what `base` is, not the adapters.
         revision: of `base` on the hub.
         metadata: what stands in `layerskip.json`; `None` where there is no such file.
     """
 
     folder: Path
-    base: str
+    base: str | os.PathLike[str]
+    is_base_given: bool
     revision: str | None
     metadata: dict[str, Any] | None
 
     @classmethod
-    def read(cls, folder: Path) -> AdapterFolder:
+    def read(cls, folder: Path, base: str | os.PathLike[str] | None = None) -> AdapterFolder:
         """Returns what a folder with an adapter_config.json says; no weights are read.
+
+        Args:
+            folder: where the adapters lie.
+            base: folder or hub id of the model beneath them, in place of the one, and its revision, that they name.
 
         Raises:
             ImportError: peft is not installed.
@@ -54,27 +62,31 @@ class AdapterFolder:
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
             found = config.get("peft_type") if isinstance(config, dict) else config
             raise ValueError(f"{where} has peft_type={found!r}; supported is 'LORA'.")
-        base = config.get("base_model_name_or_path")
-        if not base or not isinstance(base, str):
+        is_base_given, revision = base is not None, None
+        if base is None:
+            base, revision = config.get("base_model_name_or_path"), config.get("revision")
+        named = "base" if is_base_given else f"{where} has base_model_name_or_path"
+        if not base or not isinstance(base, str | os.PathLike):
             raise ValueError(
-                f"{where} has base_model_name_or_path={base!r}; write there which model the adapters were trained on, "
-                "a folder or a hub id."
+                f"{named}={base!r}; write there, or pass as base, which model the adapters were trained on: a folder "
+                "or a hub id."
             )
         if Path(base).resolve() == folder.resolve():
-            raise ValueError(f"{where} has base_model_name_or_path={base!r}, the folder of the adapters itself.")
+            raise ValueError(f"{named}={os.fspath(base)!r}, the folder of the adapters itself.")
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(f"path_or_id={str(folder)!r} is a folder of adapters without {WEIGHTS_FILE}.")
         metadata = None
         if (folder / ADAPTER_FILE).is_file():
             metadata = _read_json(folder / ADAPTER_FILE)
             Metadata.read(metadata, str(folder / ADAPTER_FILE))
-        return cls(folder, base, config.get("revision"), metadata)
+        return cls(folder, base, is_base_given, revision, metadata)
 
-    def merge_into(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Returns `model`, changed in place: the adapters are added to its weights, and its configuration tells theirs.
+    def attach_to(self, model: PreTrainedModel, *, trainable: bool = False) -> PeftModel:
+        """Returns `model` with the adapters in place, standing apart from its weights, which are frozen.
 
-        What is computed in fp32 is rounded to the weights' own type, so that in bf16 and fp16 the merged model is
-        not exactly the one that was trained, in which the adapters stood apart.
+        Args:
+            model: the base, on the CPU.
+            trainable: whether the adapters are to be trained further.
 
         Raises:
             ValueError: the adapters do not fit the model.
@@ -85,8 +97,12 @@ class AdapterFolder:
             with warnings.catch_warnings():
                 # The keys that it warns about are told below.
                 warnings.filterwarnings("ignore", message="Found missing adapter keys")
-                adapted = PeftModel(model, LoraConfig.from_pretrained(str(self.folder)))
-                result = adapted.load_adapter(str(self.folder), adapted.active_adapter, torch_device="cpu")
+                config = LoraConfig.from_pretrained(str(self.folder))
+                config.inference_mode = not trainable
+                adapted = PeftModel(model, config)
+                result = adapted.load_adapter(
+                    str(self.folder), adapted.active_adapter, is_trainable=trainable, torch_device="cpu"
+                )
         except (ValueError, TypeError, RuntimeError) as error:
             # Of the weights that do not fit the first is enough.
             reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
@@ -94,7 +110,21 @@ class AdapterFolder:
         for kind, keys in (("lack", result.missing_keys), ("hold beside what fits", result.unexpected_keys)):
             if keys:
                 raise ValueError(f"{self._misfit()}: they {kind} {keys[0]} ({len(keys)} in all).")
-        merged: Any = adapted.merge_and_unload()
+        return adapted
+
+    def merge_into(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Returns `model`, changed in place: the adapters are added to its weights, and its configuration tells theirs.
+
+        The sums are rounded to the weights' own type. In an fp32 model, which `load_checkpoint` passes and rounds
+        once afterwards, they are those of the adapters standing apart.
+
+        Args:
+            model: the base, on the CPU.
+
+        Raises:
+            ValueError: the adapters do not fit the model.
+        """
+        merged: Any = self.attach_to(model).merge_and_unload()
         # PEFT has frozen it, and to train it further it would name the base model without these adapters.
         merged.requires_grad_(True)
         merged.name_or_path = merged.config.name_or_path = str(self.folder)
@@ -103,7 +133,8 @@ class AdapterFolder:
         return merged
 
     def _misfit(self) -> str:
-        return f"the adapters in path_or_id={str(self.folder)!r} do not fit their base model {self.base!r}"
+        base = os.fspath(self.base)
+        return f"the adapters in path_or_id={str(self.folder)!r} do not fit their base model {base!r}"
 
 
 def is_adapter_folder(folder: Path) -> bool:

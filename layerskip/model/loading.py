@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 
-from layerskip.model.adapters import AdapterFolder, is_adapter_folder
+from layerskip.model.adapters import CONFIG_FILE, AdapterFolder, is_adapter_folder
+from layerskip.model.draft_head import TENSORS_FILE, read_draft_token_ids
 from layerskip.model.families import family_of
+from layerskip.model.metadata import KEY, Metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +26,59 @@ if TYPE_CHECKING:
 HUB_TIMEOUT = 10.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder or hub id holds.
+
+    Attributes:
+        model: the causal LM, in eval mode.
+        tokenizer: `None` for a folder without one.
+        draft_token_ids: `(ids,)`, the most important first; `None` where the checkpoint names none.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    draft_token_ids: torch.Tensor | None
+
+
+def load_checkpoint(
+    path_or_id: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    attn_implementation: str | None,
+    revision: str | None,
+    base: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Returns what lies in a local folder or under a hub id.
+
+    All arguments and the configuration are checked first, so that whatever cannot work is refused before weights are
+    read. A folder that holds LoRA adapters alone gives the model that they were trained on with the adapters merged
+    into its weights. They are merged in fp32, which takes 4 bytes of memory for each weight, and rounded to `dtype`
+    once; "auto" is the type of the model beneath. The folder's own tokenizer goes before that model's. Metadata and
+    draft token ids go together: they are the folder's own where it has a layerskip.json, else that model's.
+
+    Args:
+        base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
+
+    Raises:
+        ImportError: a folder of adapters, and peft is not installed.
+        TypeError: `path_or_id` or `base` is neither a string nor a path.
+        ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), a family that
+            is not supported, a device, type or attention implementation that is not to be had, fewer draft token ids
+            than the metadata tell of, or a `base` for a whole model.
+    """
+    device, dtype = _read_device(device), _read_dtype(dtype)
+    if base is not None and not isinstance(base, str | os.PathLike):
+        raise TypeError(f"base={base!r} is a {type(base).__name__}; pass a folder or a hub id.")
+    checkpoint, own_dtype = _load(path_or_id, dtype, attn_implementation, revision, base)
+    _check_draft_token_ids(checkpoint, path_or_id)
+    model: Any = checkpoint.model
+    if own_dtype is not None:
+        _cast(model, own_dtype)
+    return replace(checkpoint, model=model.to(device).eval())
 
 
 def load_model(
@@ -32,33 +89,39 @@ def load_model(
     attn_implementation: str | None,
     revision: str | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Returns the model of a local folder or hub id, in eval mode, and its tokenizer (`None` for a folder without one).
+    """Returns the model and the tokenizer of `load_checkpoint`, which says what can be wrong."""
+    checkpoint = load_checkpoint(
+        path_or_id, device=device, dtype=dtype, attn_implementation=attn_implementation, revision=revision
+    )
+    return checkpoint.model, checkpoint.tokenizer
 
-    All arguments and the configuration are checked first, so that whatever cannot work is refused before weights are
-    read. A folder that holds LoRA adapters alone gives the model that they were trained on with the adapters merged
-    into its weights, which in bf16 and fp16 rounds them; its own tokenizer goes before that model's.
 
-    Raises:
-        ImportError: a folder of adapters, and peft is not installed.
-        TypeError: `path_or_id` is neither a string nor a path.
-        ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), a family that
-            is not supported, or a device, type or attention implementation that is not to be had.
-    """
-    device, dtype = _read_device(device), _read_dtype(dtype)
+def _load(
+    path_or_id: str | os.PathLike[str],
+    dtype: str | torch.dtype,
+    attn_implementation: str | None,
+    revision: str | None,
+    base: str | os.PathLike[str] | None = None,
+) -> tuple[Checkpoint, torch.dtype | None]:
+    """Returns a checkpoint, and the type that its weights are yet to be rounded to; `None` where they have theirs."""
     source, revision = _find(path_or_id, revision)
+    is_adapted = is_adapter_folder(Path(source))
+    if base is not None and not is_adapted:
+        raise ValueError(
+            f"base={os.fspath(base)!r} is for a folder of adapters, but path_or_id={os.fspath(path_or_id)!r} holds a "
+            "whole model; leave it out."
+        )
     try:
-        if is_adapter_folder(Path(source)):
-            model, tokenizer = _load_adapted(Path(source), dtype, attn_implementation)
-        else:
-            model, tokenizer = _load_whole(source, dtype, attn_implementation, revision)
+        if is_adapted:
+            return _load_adapted(AdapterFolder.read(Path(source), base), dtype, attn_implementation)
+        return _load_whole(source, dtype, attn_implementation, revision), None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"path_or_id={os.fspath(path_or_id)!r} cannot be loaded: {error}") from error
-    return model.to(device).eval(), tokenizer
 
 
 def _load_whole(
     source: str, dtype: str | torch.dtype, attn_implementation: str | None, revision: str | None
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
+) -> Checkpoint:
     # A question on the terminal is no answer to a program: code that a checkpoint brings along is refused.
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(source, **options)
@@ -68,33 +131,67 @@ def _load_whole(
             f"attn_implementation={attn_implementation!r} is not supported for model_type={config.model_type!r}; "
             f"allowed: {', '.join(map(repr, family.attention))}, or None for the family's default."
         )
+    folder: str | None = source
+    if not Path(source).is_dir():
+        tensors = cached_file(
+            source, TENSORS_FILE, revision=options["revision"], _raise_exceptions_for_missing_entries=False
+        )
+        folder = None if tensors is None else os.path.dirname(tensors)
+    draft_token_ids = None if folder is None else read_draft_token_ids(folder)
     model = AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
     )
     has_tokenizer = not Path(source).is_dir() or _has_tokenizer(Path(source))
-    return model, AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
+    tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
+    return Checkpoint(model, tokenizer, draft_token_ids)
 
 
 def _load_adapted(
-    folder: Path, dtype: str | torch.dtype, attn_implementation: str | None
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    adapters = AdapterFolder.read(folder)
+    adapters: AdapterFolder, dtype: str | torch.dtype, attn_implementation: str | None
+) -> tuple[Checkpoint, torch.dtype]:
+    draft_token_ids = read_draft_token_ids(adapters.folder)
     try:
-        base, tokenizer = load_model(
-            adapters.base,
-            device="cpu",
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            revision=adapters.revision,
+        beneath, own_dtype = _load(
+            adapters.base, "auto" if dtype == "auto" else torch.float32, attn_implementation, adapters.revision
         )
     except ValueError as error:
+        named = "base" if adapters.is_base_given else f"base_model_name_or_path in its {CONFIG_FILE}"
         raise ValueError(
-            f"path_or_id={str(folder)!r} holds adapters for the model {adapters.base!r} (base_model_name_or_path in "
-            f"its adapter_config.json), which cannot be loaded: {error}"
+            f"path_or_id={str(adapters.folder)!r} holds adapters for the model {os.fspath(adapters.base)!r} ({named}), "
+            f"which cannot be loaded: {error}"
         ) from error
-    if _has_tokenizer(folder):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    return adapters.merge_into(base), tokenizer
+    if own_dtype is None:
+        own_dtype = beneath.model.dtype
+    _cast(beneath.model, torch.float32)
+    if adapters.metadata is None and draft_token_ids is None:
+        draft_token_ids = beneath.draft_token_ids
+    tokenizer = beneath.tokenizer
+    if _has_tokenizer(adapters.folder):
+        tokenizer = AutoTokenizer.from_pretrained(str(adapters.folder), trust_remote_code=False)
+    merged = adapters.merge_into(beneath.model)
+    return Checkpoint(merged, tokenizer, draft_token_ids), dtype if isinstance(dtype, torch.dtype) else own_dtype
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts the weights of a model, in place. `model.to` would round rotary tables and other buffers as well."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def _check_draft_token_ids(checkpoint: Checkpoint, path_or_id: str | os.PathLike[str]) -> None:
+    """Raises ValueError where the metadata tell of more draft token ids than there are."""
+    config: Any = checkpoint.model.config
+    size = Metadata.of(config).draft_vocab_size
+    if size is None or size == config.vocab_size:
+        return
+    where = f"path_or_id={os.fspath(path_or_id)!r}: the metadata has draft_vocab_size={size}, but"
+    remedy = f"copy the file from the original checkpoint, or remove draft_vocab_size from the entry {KEY!r}"
+    if checkpoint.draft_token_ids is None:
+        raise ValueError(f"{where} there is no {TENSORS_FILE} with the token ids; {remedy}.")
+    if len(checkpoint.draft_token_ids) < size:
+        raise ValueError(f"{where} {TENSORS_FILE} holds {len(checkpoint.draft_token_ids)} token ids; {remedy}.")
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -124,7 +221,7 @@ def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> tuple[str
     """Returns where to load from: a local folder, or a hub id and the revision there.
 
     Raises:
-        TypeError, ValueError: as `load_model`.
+        TypeError, ValueError: as `load_checkpoint`.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         raise TypeError(f"path_or_id={path_or_id!r} is a {type(path_or_id).__name__}; pass a folder or a hub id.")

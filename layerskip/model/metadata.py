@@ -23,12 +23,14 @@ class Metadata:
         exit_layer: the recommended exit layer, counted from 1; `None` with `compared` means that no exit pays.
         num_draft_tokens: the recommended draft length, or `None`.
         exit_layers: the exits that were trained, as far as the checkpoint tells.
+        draft_vocab_size: how many of the stored draft token ids to draft from, or `None` for all of them.
     """
 
     compared: bool = False
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
     exit_layers: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Metadata:
@@ -60,10 +62,16 @@ class Metadata:
         exit_layers = [] if stored.get("exit_layers") is None else stored["exit_layers"]
         if not isinstance(exit_layers, list):
             raise ValueError(f"{where}: exit_layers={exit_layers!r} is a {type(exit_layers).__name__}, not a list.")
-        numbers = [(name, stored.get(name)) for name in ("exit_layer", "num_draft_tokens")]
+        numbers = [(name, stored.get(name)) for name in ("exit_layer", "num_draft_tokens", "draft_vocab_size")]
         numbers = [(name, value) for name, value in numbers if value is not None]
         numbers += [(f"exit_layers[{index}]", layer) for index, layer in enumerate(exit_layers)]
         for name, value in numbers:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{where}: {name}={value!r} is a {type(value).__name__}, not an integer.")
-        return cls("exit_layer" in stored, stored.get("exit_layer"), stored.get("num_draft_tokens"), tuple(exit_layers))
+        return cls(
+            compared="exit_layer" in stored,
+            exit_layer=stored.get("exit_layer"),
+            num_draft_tokens=stored.get("num_draft_tokens"),
+            exit_layers=tuple(exit_layers),
+            draft_vocab_size=stored.get("draft_vocab_size"),
+        )

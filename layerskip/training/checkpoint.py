@@ -16,18 +16,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def recipe_metadata(exit_layers: Sequence[int], recipe: Mapping[str, Any], data: str | None = None) -> dict[str, Any]:
+def recipe_metadata(
+    exit_layers: Sequence[int],
+    recipe: Mapping[str, Any],
+    data: str | None = None,
+    draft_vocab_size: int | None = None,
+) -> dict[str, Any]:
     """Returns the metadata of a checkpoint whose exits were trained but not compared yet.
 
     Args:
         exit_layers: the exits that were trained.
         recipe: settings by name, plain values.
         data: fingerprint of the training data.
+        draft_vocab_size: how many token ids a draft chooses from; `None` for the whole vocabulary.
     """
     versions = {name: version(name) for name in ("layerskip", "transformers", "torch")}
     return {
         "format": FORMAT,
         "exit_layers": list(exit_layers),
+        "draft_vocab_size": draft_vocab_size,
         # Through JSON, so that it is what a reader will find: keys are strings, tuples lists.
         "recipe": json.loads(json.dumps(recipe)),
         "data": data,

@@ -35,7 +35,8 @@ class DataSettings:
     Attributes:
         train: one or several files of one kind (.jsonl, .json, .parquet, or .txt with a text a line), a folder of
             such, or a hub dataset, owner/name. A row has `text`, or `messages`, or `prompt` and `completion`, which are
-            strings or lists of messages; `finish_reason` "length" marks an answer that was cut, which gets no EOS.
+            strings or lists of messages; `finish_reason` "length" marks an answer that was cut, which gets no EOS;
+            `guard` false frees a row from the guard of the last layer's quality, as one that teaches something new.
         eval: what to evaluate on, named likewise; none by default.
         eval_rows: this many of the last rows of `train` are held out to evaluate on, where `eval` names nothing.
         split: which split of a hub dataset, or of a folder that has several, to train on.
@@ -88,7 +89,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Tokenised data, with the columns `input_ids`, `labels` and, where packed, `position_ids`.
+    """Tokenised data, with the columns `input_ids`, `labels`, perhaps `guard`, and, where packed, `position_ids`.
 
     Attributes:
         train: a `Dataset`, in the order of the data, or where streaming a shuffled `IterableDataset`.
@@ -172,6 +173,8 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids`, `labels` (−100 in padding) and `attention_mask`, each `(batch, tokens)`.
 
+        Rows that say what the guard holds to give `guard` as well, bool.
+
         Packed rows get `position_ids` instead of a mask: from positions that restart, and only without mask and cache,
         transformers keeps documents apart. There each token of padding is a document of its own.
         """
@@ -179,6 +182,8 @@ class Collator:
             "input_ids": _padded([row["input_ids"] for row in rows], self.pad_token_id),
             "labels": _padded([row["labels"] for row in rows], IGNORED),
         }
+        if "guard" in rows[0]:
+            padded["guard"] = _padded([row["guard"] for row in rows], 0).bool()
         if "position_ids" in rows[0]:
             return {**padded, "position_ids": _padded([row["position_ids"] for row in rows], 0)}
         return {**padded, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], 0)}
@@ -235,20 +240,29 @@ def _from_files(argument: str, paths: list[Path], streaming: bool) -> AnyDataset
         if not path.is_file():
             raise ValueError(f"{argument}={str(path)!r}: there is no such file; a hub dataset is named owner/name.")
     builder = _builder(argument, paths)
-    for path in paths:
-        with path.open("rb") as file:
-            if not any(line.strip() for line in file):
-                raise ValueError(f"{argument}={str(path)!r} is empty; it must hold at least one row.")
+    files = [_from_file(argument, path, builder, streaming) for path in paths]
+    return files[0] if len(files) == 1 else _joined(argument, files)
+
+
+def _from_file(argument: str, path: Path, builder: str, streaming: bool) -> AnyDataset:
+    with path.open("rb") as file:
+        if not any(line.strip() for line in file):
+            raise ValueError(f"{argument}={str(path)!r} is empty; it must hold at least one row.")
     try:
-        files = [glob.escape(str(path.absolute())) for path in paths]
-        rows = _load(builder, "train", streaming, data_files=files)
+        rows = _load(builder, "train", streaming, data_files=glob.escape(str(path.absolute())))
         next(iter(rows), None)  # a stream is read only now
-        return _without_blanks(rows, builder)
     except ValueError as error:
-        if len(paths) == 1:
-            raise ValueError(f"{argument}={str(paths[0])!r} cannot be read: {error}") from error
-        for path in paths:  # the error does not say which file it is about
-            _from_files(argument, [path], streaming)
+        raise ValueError(f"{argument}={str(path)!r} cannot be read: {error}") from error
+    return _without_blanks(rows, builder)
+
+
+def _joined(argument: str, files: list[AnyDataset]) -> AnyDataset:
+    """Returns the rows of all files, one after another; a column that only some have is empty in the others."""
+    import datasets
+
+    try:
+        return datasets.concatenate_datasets(files)
+    except ValueError as error:
         raise ValueError(f"the files of {argument} cannot be read as one dataset: {error}") from error
 
 
@@ -302,17 +316,12 @@ def _is_not_blank(row: dict[str, str]) -> bool:
 def _tokenised(
     rows: AnyDataset, name: str, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, first_row: int = 0
 ) -> AnyDataset:
-    """Returns `input_ids` and `labels` of the rows in which something counts, at least one."""
+    """Returns `input_ids`, `labels` and perhaps `guard` of the rows in which something counts, at least one."""
     columns = find_columns(name, list(next(iter(rows))), settings.columns)
     tokenise = RowTokenizer(tokenizer, settings.completion_only, settings.max_length)
     own_names = list(columns.values())
-    rows = _mapped(
-        rows.select_columns(own_names),
-        BlockTokenizer(tokenise, columns, name, first_row),
-        own_names,
-        ("input_ids", "labels"),
-        with_indices=True,
-    )
+    tokenise_block = BlockTokenizer(tokenise, columns, name, first_row)
+    rows = _mapped(rows.select_columns(own_names), tokenise_block, own_names, tokenise_block.names, with_indices=True)
     if next(iter(rows), None) is None:
         raise ValueError(
             f"no row of {name} has a token that counts within max_length={settings.max_length}; give longer rows or a "
@@ -349,4 +358,5 @@ def _fingerprint(rows: Dataset) -> str:
 
 
 def _packed(rows: AnyDataset, max_length: int) -> AnyDataset:
-    return _mapped(rows, Packer(max_length), ("input_ids", "labels"), ("input_ids", "labels", "position_ids"))
+    names = tuple(next(iter(rows)))
+    return _mapped(rows, Packer(max_length), names, (*names, "position_ids"))

@@ -84,7 +84,7 @@ def chunked_token_losses(
     """Returns the losses of some exits and of the last layer, for tokens that count; at least one.
 
     Logits are made for a chunk of tokens at a time and made again in the backward pass, so that memory never holds
-    those of all tokens.
+    those of all tokens. Those of the last chunk are kept, since the backward pass begins with them.
 
     Args:
         logits: the model's norm, head and soft-cap.
@@ -120,8 +120,9 @@ def chunked_token_losses(
     whole_states = (labels, *states, last, *(teacher.states for teacher in teachers))
     per_token, agreed = [], []
     # Split at once: the gradient of a slice is a tensor of the whole's size, for every chunk anew.
-    for chunk in zip(*(whole.split(chunk_tokens) for whole in whole_states), strict=True):
-        if torch.is_grad_enabled():
+    *earlier, final = zip(*(whole.split(chunk_tokens) for whole in whole_states), strict=True)
+    for chunk in (*earlier, final):
+        if torch.is_grad_enabled() and chunk is not final:
             chunk_losses, chunk_agreements = checkpoint(losses, *chunk, use_reentrant=False)
         else:
             chunk_losses, chunk_agreements = losses(*chunk)

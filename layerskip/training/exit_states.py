@@ -12,7 +12,7 @@ from torch import nn
 from layerskip.model.layered import LayeredModel
 
 # Of no use to a decoder, or replaced here.
-_NOT_FOR_THE_DECODER = ("labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict")
+_NOT_FOR_THE_DECODER = ("labels", "guard", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict")
 
 
 class ExitStates:

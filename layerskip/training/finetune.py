@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 
 from layerskip.model.layered import LayeredModel
 from layerskip.training.checkpoint import recipe_metadata
-from layerskip.training.data import Collator, load_data
+from layerskip.training.data import Collator, TrainingData, load_data
+from layerskip.training.draft_vocabulary import draft_vocabulary
 from layerskip.training.models import add_adapters, initial_model
 from layerskip.training.recipe import Recipe
 from layerskip.training.run_folder import (
@@ -23,7 +25,12 @@ from layerskip.training.run_folder import (
     write_recipe,
 )
 from layerskip.training.stream import Endless
+from layerskip.training.time_limit import TimeLimit
 from layerskip.training.trainer import LayerSkipTrainer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
@@ -55,7 +62,8 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     resumed = None if earlier is None else checkpoint_to_continue(recipe.output_dir, earlier, data.fingerprint)
     # Every rank has looked into the folder before one of them writes there.
     PartialState().wait_for_everyone()
-    metadata = recipe_metadata(exit_layers, written, data.fingerprint)
+    draft_token_ids = _draft_token_ids(recipe, data, model, tokenizer)
+    metadata = recipe_metadata(exit_layers, written, data.fingerprint, recipe.draft_vocab_size)
     trained = model if recipe.lora is None else add_adapters(model, recipe.lora, recipe.revision)
     loading: Any = args.accelerator_config
     if recipe.data.streaming and loading.dispatch_batches is None:
@@ -68,10 +76,12 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
             exits=recipe.exits,
             dropout=recipe.dropout,
             metadata=metadata,
+            draft_token_ids=draft_token_ids,
             train_dataset=Endless(data.train) if recipe.data.streaming else data.train,
             eval_dataset=data.eval,
             data_collator=Collator.for_tokenizer(tokenizer),
             processing_class=tokenizer,
+            callbacks=[] if recipe.max_minutes is None else [TimeLimit(recipe.max_minutes)],
         )
     except RuntimeError as error:
         # As Trainer says that a program to report to is not installed.
@@ -98,7 +108,7 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     if args.should_save:
         result: Any = trainer.model
         result = result.merge_and_unload() if merging else result
-        save_trained(result, tokenizer, recipe.output_dir, metadata, weights)
+        save_trained(result, tokenizer, recipe.output_dir, metadata, weights, draft_token_ids)
     return metrics
 
 
@@ -106,6 +116,18 @@ def _check_positions(layered: LayeredModel, max_length: int) -> None:
     limit: int = layered.config.max_position_embeddings
     if layered.position_embedding is not None and max_length > limit:
         raise ValueError(f"data.max_length={max_length} is above the {limit} positions that the model has learned.")
+
+
+def _draft_token_ids(
+    recipe: Recipe, data: TrainingData, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> torch.Tensor | None:
+    """Returns the tokens that drafts may choose from, or `None` for all; raises ValueError for too few or too many."""
+    if recipe.draft_vocab_size is None:
+        return None
+    ends = model.generation_config.eos_token_id
+    kept = [*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *tokenizer.all_special_ids]
+    rows = itertools.chain.from_iterable(block["labels"] for block in data.train.iter(1000))
+    return draft_vocabulary(rows, recipe.draft_vocab_size, kept, model.config.vocab_size)
 
 
 def _check_trained(trainer: LayerSkipTrainer) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from layerskip.model.adapters import CONFIG_FILE, AdapterFolder, is_adapter_folder
 from layerskip.model.families import family_of
 from layerskip.model.loading import DTYPES, load_model
 from layerskip.training.recipe import FromConfig, LoraSettings, Recipe
@@ -78,7 +79,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> No
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str | None = None) -> PeftModel:
-    """Returns a PEFT model around `model`, whose own weights are frozen.
+    """Returns a PEFT model around `model`, whose own weights are frozen: new adapters, or those to train further.
 
     Args:
         model: the base.
@@ -86,8 +87,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
         revision: of the base on the hub, which adapters saved alone will name.
 
     Raises:
-        ValueError: a target that the model does not have, or the head or embedding where both are one matrix.
+        ValueError: a target that the model does not have, or the head or embedding where both are one matrix; adapters
+            to train further that are not there or do not fit.
     """
+    if settings.continue_from is not None:
+        return _adapters_of(settings.continue_from, model)
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -114,4 +118,16 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
             f"lora.targets={settings.targets!r} has the head or the embedding, which are one matrix in this model "
             "(tie_word_embeddings) and would be taken apart; leave it out."
         )
+    return adapted
+
+
+def _adapters_of(folder: str, model: PreTrainedModel) -> PeftModel:
+    if not is_adapter_folder(Path(folder)):
+        raise ValueError(
+            f"lora.continue_from={folder!r} holds no adapters: an {CONFIG_FILE} and no config.json, as a run with "
+            "lora.merge=false leaves."
+        )
+    adapted = AdapterFolder.read(Path(folder), model.name_or_path or "the model").attach_to(model, trainable=True)
+    # What is saved names the model beneath, wherever the adapters had it.
+    adapted.active_peft_config.base_model_name_or_path = model.name_or_path
     return adapted

@@ -56,6 +56,8 @@ class LoraSettings:
         dropout: of the adapters' input.
         targets: names of projections, such as [q_proj, v_proj], or "all-linear" for all but the head.
         merge: save the merged model, a plain checkpoint; false saves the adapters alone.
+        continue_from: a folder of adapters to train further. They keep their ranks, alphas and targets, so that of the
+            other keys only merge may be given.
     """
 
     __pydantic_config__ = UNKNOWN_KEYS_FAIL
@@ -67,6 +69,7 @@ class LoraSettings:
     dropout: float = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     merge: bool = True
+    continue_from: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the settings; raises ValueError by name."""
@@ -75,6 +78,19 @@ class LoraSettings:
                 f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}: rank must be at least 1, alpha above "
                 "0, and 0 ≤ dropout < 1."
             )
+        if min(self.rank_pattern.values(), default=1) < 1 or min(self.alpha_pattern.values(), default=1.0) <= 0:
+            raise ValueError(
+                f"rank_pattern={self.rank_pattern}, alpha_pattern={self.alpha_pattern}: ranks must be at least 1, "
+                "alphas above 0."
+            )
+        if (
+            self.continue_from is not None
+            and dataclasses.replace(self, merge=True, continue_from=None) != LoraSettings()
+        ):
+            raise ValueError(
+                f"continue_from={self.continue_from!r}: these adapters keep the shape that they have; leave "
+                "every other key but merge out."
+            )
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Recipe:
     """A whole run.
 
     Attributes:
-        model: a local folder, a hub id, "demo", or `{from_config: …, tokenizer: …}` to train from scratch.
+        model: a local folder, a hub id, "demo-base", or `{from_config: …, tokenizer: …}` to train from scratch.
         data: what to train and evaluate on.
         output_dir: folder of the run: the trained checkpoint, and checkpoint-N folders to continue from.
         method: "full" trains all weights, "lora" adapters on frozen ones.
@@ -92,6 +108,9 @@ class Recipe:
         dtype: of the weights in training: float32, bfloat16, float16, or auto as they are stored.
         attn_implementation: sdpa or eager; null for the family's default.
         revision: of a model on the hub.
+        draft_vocab_size: how many token ids a draft may choose from, the most frequent ones of the training data, which
+            makes drafting cheaper and changes no output; null for the whole vocabulary.
+        max_minutes: end training after this time, with the learning rate falling to 0 by then; null for no limit.
         resume: continue the run in `output_dir` from its last whole checkpoint; its recipe must be this one.
         trainer: any field of transformers' TrainingArguments, such as learning_rate, max_steps, seed, bf16,
             per_device_train_batch_size, gradient_accumulation_steps, eval_strategy, save_steps, report_to. YAML takes a
@@ -110,6 +129,8 @@ class Recipe:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     attn_implementation: Literal["sdpa", "eager"] | None = None
     revision: str | None = None
+    draft_vocab_size: int | None = None
+    max_minutes: float | None = None
     resume: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
@@ -128,6 +149,15 @@ class Recipe:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             if self.trainer.get(name, 1) < 1:
                 raise ValueError(f"trainer.{name}={self.trainer[name]} must be at least 1.")
+        if self.max_minutes is not None and not 0.0 < self.max_minutes < float("inf"):
+            raise ValueError(f"max_minutes={self.max_minutes} is out of range; give minutes above 0, or null.")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} is out of range; give at least 1, or null.")
+        if self.draft_vocab_size is not None and self.data.streaming:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} counts the tokens of the training data, and "
+                "data.streaming=true does not know them; leave one of them out."
+            )
         reserved = [name for name in _RESERVED if name in self.trainer]
         if reserved:
             raise ValueError(f"trainer.{reserved[0]} is set by the recipe itself: use output_dir and resume.")

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 # The shapes a row may have.
 SHAPES: tuple[tuple[str, ...], ...] = (("text",), ("messages",), ("prompt", "completion"))
-COLUMN_NAMES = ("text", "messages", "prompt", "completion", "finish_reason")
+# What a row may say beside them.
+OPTIONAL = ("finish_reason", "guard")
+COLUMN_NAMES = ("text", "messages", "prompt", "completion", *OPTIONAL)
 ACCEPTED = "text, or messages, or prompt and completion"
 
 Span = tuple[int, int]
@@ -159,6 +161,8 @@ class RowTokenizer:
 class BlockTokenizer:
     """Tokenises a block of rows, and drops those without a token that counts.
 
+    Where the data have the column `guard`, each token of a row gets its value, 1 (also where it is missing) or 0.
+
     Attributes:
         tokenise: for one row.
         columns: the data's own name of each column, as `find_columns` returns them.
@@ -171,8 +175,13 @@ class BlockTokenizer:
     data: str
     first_row: int = 0
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that come out."""
+        return ("input_ids", "labels", "guard") if "guard" in self.columns else ("input_ids", "labels")
+
     def __call__(self, block: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[list[int]]]:
-        """Returns `input_ids` and `labels` of the rows that are kept.
+        """Returns `input_ids`, `labels` and perhaps `guard` of the rows that are kept.
 
         Args:
             block: the columns of the data.
@@ -181,10 +190,13 @@ class BlockTokenizer:
         Raises:
             ValueError: a row that cannot be tokenised; the message tells its number, counted from 1.
         """
-        kept: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+        kept: dict[str, list[list[int]]] = {name: [] for name in self.names}
         for offset, index in enumerate(indices):
             try:
-                row = self.tokenise({name: block[own][offset] for name, own in self.columns.items()})
+                given = {name: block[own][offset] for name, own in self.columns.items()}
+                row = self.tokenise(given)
+                if "guard" in kept:
+                    row["guard"] = [_guard(given["guard"])] * len(row["labels"])
             except ValueError as error:
                 raise ValueError(f"row {self.first_row + index + 1} of {self.data}: {error}") from error
             if any(label != IGNORED for label in row["labels"]):
@@ -203,16 +215,16 @@ class Packer:
     max_length: int
 
     def __call__(self, block: Mapping[str, Sequence[list[int]]]) -> dict[str, list[list[int]]]:
-        """Returns `input_ids`, `labels` and `position_ids`, which begin at 0 with every row of the block."""
-        packed: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+        """Returns the columns of the block and `position_ids`, which begin at 0 with every row of the block."""
+        packed: dict[str, list[list[int]]] = {name: [] for name in (*block, "position_ids")}
         room = 0
-        for ids, labels in zip(block["input_ids"], block["labels"], strict=True):
+        for index, ids in enumerate(block["input_ids"]):
             if len(ids) > room:
                 for column in packed.values():
                     column.append([])
                 room = self.max_length
-            packed["input_ids"][-1] += ids
-            packed["labels"][-1] += labels
+            for name, rows in block.items():
+                packed[name][-1] += rows[index]
             packed["position_ids"][-1] += range(len(ids))
             room -= len(ids)
         return packed
@@ -230,7 +242,7 @@ def find_columns(data: str, found: Sequence[str], renamed: Mapping[str, str]) ->
         ValueError: the columns make no row, or rows of several kinds.
     """
     columns = {name: renamed.get(name, name) for name in COLUMN_NAMES}
-    wanted = set(renamed) - {"finish_reason"}
+    wanted = set(renamed) - set(OPTIONAL)
     shapes = [shape for shape in SHAPES if wanted <= set(shape) and all(columns[name] in found for name in shape)]
     if not shapes or any(own not in found for own in renamed.values()):
         raise ValueError(
@@ -243,8 +255,14 @@ def find_columns(data: str, found: Sequence[str], renamed: Mapping[str, str]) ->
             f"{data} has the columns {', '.join(found)}, of which several make a row; accepted are {ACCEPTED}. Choose "
             f"one by columns, such as {{{name}: {name}}}."
         )
-    optional = ("finish_reason",) if columns["finish_reason"] in found else ()
+    optional = [name for name in OPTIONAL if columns[name] in found]
     return {name: columns[name] for name in (*shapes[0], *optional)}
+
+
+def _guard(value: Any) -> int:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"guard is {_described(value)}; it must be true or false.")
+    return int(value is not False)
 
 
 def _begins(ids: list[int], start: list[int]) -> bool:

@@ -18,6 +18,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from layerskip.model.draft_head import write_draft_token_ids
 from layerskip.training.checkpoint import saved_with, write_adapter_metadata
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ def save_trained(
     output_dir: str,
     metadata: Mapping[str, Any],
     state_dict: dict[str, torch.Tensor] | None = None,
+    draft_token_ids: torch.Tensor | None = None,
 ) -> None:
     """Saves a trained model at the root of the run's folder; nothing there changes until all of it is written.
 
@@ -182,6 +184,7 @@ def save_trained(
         output_dir: the run's folder.
         metadata: what the checkpoint says of itself.
         state_dict: the weights, where they are not the model's own, as with sharded ones.
+        draft_token_ids: what drafts may choose from; `None` for the whole vocabulary.
 
     Raises:
         OSError: it could not be written.
@@ -197,6 +200,8 @@ def save_trained(
                 with saved_with(model.config, metadata):
                     model.save_pretrained(made, state_dict=state_dict)
             tokenizer.save_pretrained(made)
+            if draft_token_ids is not None:
+                write_draft_token_ids(made, draft_token_ids)
             for path in Path(made).iterdir():
                 path.replace(Path(output_dir, path.name))
     except (OSError, SafetensorError) as error:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
+from layerskip.model.draft_head import write_draft_token_ids
 from layerskip.training.checkpoint import recipe_metadata, saved_with, write_adapter_metadata
 from layerskip.training.clock import Clock
 from layerskip.training.exit_settings import ExitSettings
@@ -46,6 +47,7 @@ class LayerSkipTrainer(Trainer):
         exits: ExitSettings,
         dropout: DropoutSettings | None = None,
         metadata: Mapping[str, Any] | None = None,
+        draft_token_ids: torch.Tensor | None = None,
         **named: Any,
     ) -> None:
         """Prepares training.
@@ -57,6 +59,7 @@ class LayerSkipTrainer(Trainer):
             exits: exits, their weights and loss.
             dropout: rates of layer dropout; none by default.
             metadata: what checkpoints say under `config.json["layerskip"]`; by default exits, recipe and versions.
+            draft_token_ids: tokens that drafts may choose from, `(ids,)`, saved beside each checkpoint; `None` for all.
             named: further arguments of `Trainer`: datasets, collator, `processing_class`, callbacks, optimizers.
 
         Raises:
@@ -71,6 +74,7 @@ class LayerSkipTrainer(Trainer):
         self._exits = exits
         self._dropout = DropoutSettings() if dropout is None else dropout
         self._metadata = dict(metadata or self._own_metadata())
+        self._draft_token_ids = draft_token_ids
         self._clock = Clock(total_steps=1)
         self._original: Original | None = None
         if exits.guard_weight > 0:
@@ -126,6 +130,13 @@ class LayerSkipTrainer(Trainer):
         with self._recipe(), nullcontext() if self.is_in_train else self.accelerator.autocast():
             return super().evaluation_loop(*arguments, **named)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """As `Trainer` does it, and keeps the column that only the exit loss reads."""
+        if self._signature_columns is None:
+            super()._set_signature_columns_if_needed()
+            columns: Any = self._signature_columns
+            columns.append("guard")
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -169,6 +180,8 @@ class LayerSkipTrainer(Trainer):
             super()._save(output_dir, state_dict)
         if self.args.should_save and is_peft_model(self.model):
             write_adapter_metadata(str(output_dir or self.args.output_dir), self._metadata)
+        if self.args.should_save and self._draft_token_ids is not None:
+            write_draft_token_ids(str(output_dir or self.args.output_dir), self._draft_token_ids)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """As `Trainer._save_checkpoint`; a checkpoint that cannot be written leaves nothing behind."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from layerskip.comparison.benchmark import (
     layer_tokens,
     measure,
     module_seconds,
+    round_costs,
     share_outside_modules,
     transformers_arm,
 )
 from layerskip.comparison.table import format_table
+from layerskip.decoding.statistics import Statistics
 from tests import kit
 
 
@@ -59,6 +63,63 @@ def test_first_tokens_that_arrive_together_are_not_counted_as_decoded() -> None:
     assert run.token_ids == kit.without_cache(model, kit.PROMPT, 16)
     assert run.decoded < 15
     assert share_outside_modules(model, transformers_arm("a", model, assistant_early_exit=2), ids, 16) is None
+
+
+def counted(**changes: Any) -> Statistics:
+    """Statistics of a run of 3 rounds with 9 drafts and 8 tokens after the first."""
+    result = Engine(kit.mixed()).generate(kit.prompt_tensor(), strategy="autoregressive", max_new_tokens=2)
+    figures = {"rounds": 3, "draft_tokens_processed": 9, "emitted": 9, "seconds": {"draft": 4.5, "verify": 6.0}}
+    return replace(result.statistics, **{**figures, **changes})
+
+
+def test_costs_of_rounds_are_counted_in_steps_of_plain_decoding() -> None:
+    run = Run([1] * 9, 8, 1.0, 12.0, counted())
+    costs = round_costs([run, run], seconds_per_token=1.0)
+    assert costs is not None
+    assert (costs.c, costs.verify_cost) == (0.5, 2.0)
+    assert costs.predicted == pytest.approx((8 / 3) / (2.0 + 3 * 0.5))
+    slower = round_costs([run], seconds_per_token=2.0)
+    assert slower is not None
+    assert (slower.c, slower.verify_cost) == (0.25, 1.0)
+    assert slower.predicted == pytest.approx(2 * costs.predicted)
+
+
+def test_what_drafts_nothing_has_no_costs() -> None:
+    assert round_costs([Run([1], 0, 1.0, 1.0)], 1.0) is None
+    assert round_costs([Run([1], 0, 1.0, 1.0, counted(draft_tokens_processed=0))], 1.0) is None
+
+
+def test_answers_end_at_eos_where_that_is_asked_for() -> None:
+    """35 ends MIX's answer in the middle; all arms emit the same tokens up to there."""
+    model = kit.mixed(eos_token_id=35)
+    plain = kit.without_cache(model, [44, 3], 12)
+    expected = plain[: plain.index(35) + 1]
+    assert 1 < len(expected) < 12
+    engine = Engine(model)
+    drafts = engine_arm("ours", engine, stop_at_eos=True, exit_layer=2, num_draft_tokens=3)
+    arms = [
+        engine_arm("plain", engine, stop_at_eos=True, strategy="autoregressive"),
+        transformers_arm("theirs", model, stop_at_eos=True),
+        drafts,
+        transformers_arm("early", model, drafts, stop_at_eos=True, assistant_early_exit=2),
+    ]
+    for arm in arms:
+        assert arm.generate(kit.prompt_tensor([44, 3]), 12).token_ids == expected
+    assert model.generation_config.num_assistant_tokens == 3
+    *_, measured = measure(model, arms, [kit.prompt_tensor([44, 3])], 12, repeats=2)
+    assert [measurement.same_as_first for measurement in measured] == [1, 1, 1, 1]
+    assert [measurement.c is None for measurement in measured] == [True, True, False, True]
+    assert measured[2].predicted is not None
+    assert measured[2].predicted > 0
+    for arm in (engine_arm("on", engine, strategy="autoregressive"), transformers_arm("on", model)):
+        assert arm.generate(kit.prompt_tensor([44, 3]), 12).token_ids == plain
+
+
+def test_answers_of_one_token_leave_nothing_to_time() -> None:
+    first = kit.without_cache(kit.mixed(), [44, 3], 1)[0]
+    arm = engine_arm("plain", Engine(kit.mixed(eos_token_id=first)), stop_at_eos=True, strategy="autoregressive")
+    with pytest.raises(ValueError, match="ends with its first token"):
+        next(measure(kit.mixed(), [arm], [kit.prompt_tensor([44, 3])], 4, 1))
 
 
 def test_time_inside_modules_is_what_their_calls_take() -> None:

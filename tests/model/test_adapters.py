@@ -12,9 +12,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import layerskip
+from layerskip.model.draft_head import write_draft_token_ids
 from layerskip.training.checkpoint import recipe_metadata, write_adapter_metadata
 from tests import kit
 
@@ -145,6 +147,164 @@ def test_the_tokenizer_is_the_folders_own_or_else_the_base_models(folder: Path) 
     kit.word_tokenizer(50).save_pretrained(folder)
     tokenizer = layerskip.load(folder).tokenizer
     assert tokenizer is not None and len(tokenizer) == 50
+
+
+# Rounding
+
+
+def deltas(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns what plain adapters of scale 2 add to the weights that they adapt, in fp32."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    ends = ("lora_A.weight", "lora_B.weight")
+    names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
+    return {
+        name.removeprefix("base_model.model.") + "weight": tensors[name + ends[1]] @ tensors[name + ends[0]] * 2
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_merged_weights_are_rounded_once(base: Path, folder: Path, stored: torch.dtype) -> None:
+    original = kit.mixed().to(stored)
+    original.save_pretrained(base)
+    added = deltas(folder)
+    assert len(added) == 3 * kit.NUM_LAYERS
+    merged = layerskip.load(folder, dtype="bfloat16").model.state_dict()
+    rounded_twice = 0
+    for name, weight in original.state_dict().items():
+        expected = weight.float() + added[name] if name in added else weight
+        assert torch.equal(merged[name], expected.to(torch.bfloat16)), name
+        if name in added:
+            rounded_twice += int((merged[name] != (weight.bfloat16().float() + added[name]).bfloat16()).sum())
+    # A control: where the base is rounded first, other weights come out.
+    assert (rounded_twice > 0) == (stored == torch.float32)
+
+
+def test_adapters_on_adapters_are_rounded_once_and_in_the_type_of_the_model_beneath(
+    base: Path, folder: Path, tmp_path: Path
+) -> None:
+    above = save_adapters(folder, tmp_path / "above")
+    kit.mixed().bfloat16().save_pretrained(base)
+    original, lower, upper = kit.mixed().bfloat16().state_dict(), deltas(folder), deltas(above)
+    merged = layerskip.load(above).model.state_dict()
+    rounded_twice = 0
+    for name, delta in lower.items():
+        weight = original[name].float() + delta
+        assert torch.equal(merged[name], (weight + upper[name]).bfloat16()), name
+        rounded_twice += int((merged[name] != (weight.bfloat16().float() + upper[name]).bfloat16()).sum())
+    assert rounded_twice > 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_merged_model_in_bf16_is_the_one_that_loads_after_saving(
+    base: Path, folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Rotary tables and other buffers stay in their own type."""
+    kit.mixed().bfloat16().save_pretrained(base)
+    merged = layerskip.load(folder, dtype=dtype).model
+    assert merged.config.dtype == torch.bfloat16
+    merged.save_pretrained(tmp_path / "saved")
+    again = layerskip.load(tmp_path / "saved").model
+
+    def tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    assert merged.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert tensors(merged).keys() == tensors(again).keys()
+    for name, tensor in tensors(again).items():
+        assert tensors(merged)[name].dtype == tensor.dtype and torch.equal(tensors(merged)[name], tensor), name
+
+
+def test_a_tied_head_stays_tied(base: Path, tmp_path: Path) -> None:
+    kit.mixed(tie_word_embeddings=True).save_pretrained(base)
+    model = layerskip.load(save_adapters(base, tmp_path / "tied"), dtype="bfloat16").model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+# Another model beneath
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_base_stands_for_the_model_that_the_adapters_name(base: Path, folder: Path, tmp_path: Path, kind: type) -> None:
+    expected = own_generate(base, folder)
+    base.rename(tmp_path / "moved")
+    engine = layerskip.load(folder, base=kind(tmp_path / "moved"), exit_layer=2)
+    assert torch.equal(engine.generate(kit.prompt_tensor(), max_new_tokens=24).sequences, expected)
+    assert engine.tokenizer is not None
+
+
+def test_base_helps_where_the_adapters_name_none_or_a_revision_of_another(base: Path, folder: Path) -> None:
+    edit(folder, base_model_name_or_path=None, revision="v2")
+    assert layerskip.load(folder, base=base).layered.num_layers == kit.NUM_LAYERS
+
+
+def test_base_may_be_a_folder_of_adapters_itself(base: Path, folder: Path, tmp_path: Path) -> None:
+    above = save_adapters(folder, tmp_path / "above", targets=["o_proj"])
+    expected = layerskip.load(above).model.state_dict()
+    folder.rename(tmp_path / "moved")
+    found = layerskip.load(above, base=tmp_path / "moved").model.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_base_beside_a_whole_model_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"base='other' is for a folder of adapters, but path_or_id=.* a whole model"):
+        layerskip.load(base, base="other")
+
+
+def test_a_base_that_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"for the model '.*nothing' \(base\), which cannot be loaded: .*no such folder"
+    ):
+        layerskip.load(folder, base=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (5, TypeError, "base=5 is a int; pass a folder or a hub id"),
+        ("", ValueError, "base=''"),
+        (None, ValueError, "base='.*adapters', the folder of the adapters itself"),
+    ],
+)
+def test_a_base_that_can_be_none_is_refused(folder: Path, wrong: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        layerskip.load(folder, base=str(folder) if wrong is None else wrong)
+
+
+# Draft token ids
+
+
+def drafted_from(folder: Path) -> list[int] | None:
+    ids = layerskip.load(folder).draft_token_ids
+    return None if ids is None else ids.tolist()
+
+
+def test_draft_token_ids_lie_beside_the_adapters(base: Path, folder: Path) -> None:
+    expected = own_generate(base, folder)
+    write_draft_token_ids(folder, torch.tensor([7, 3, 90]))
+    describe(folder, {"format": 1, "exit_layer": 2, "draft_vocab_size": 2})
+    engine = layerskip.load(folder)
+    assert drafted_from(folder) == [7, 3, 90] and engine.metadata.draft_vocab_size == 2
+    assert torch.equal(engine.generate(kit.prompt_tensor(), max_new_tokens=24).sequences, expected)
+
+
+def test_draft_token_ids_go_with_the_metadata(base: Path, folder: Path) -> None:
+    write_draft_token_ids(base, torch.tensor([5, 6]))
+    assert drafted_from(folder) is None
+    (folder / "layerskip.json").unlink()
+    assert drafted_from(folder) == [5, 6]
+    write_draft_token_ids(folder, torch.tensor([7]))
+    assert drafted_from(folder) == [7]
+
+
+def test_metadata_of_a_base_model_that_are_not_used_need_no_token_ids(base: Path, folder: Path) -> None:
+    path = base / "config.json"
+    stored = {"format": 1, "exit_layer": 3, "draft_vocab_size": 8}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layerskip": stored}))
+    assert drafted_from(folder) is None
+    (folder / "layerskip.json").unlink()
+    with pytest.raises(ValueError, match=r"draft_vocab_size=8, but there is no layerskip\.safetensors"):
+        layerskip.load(folder)
 
 
 # What the adapters say about their exits

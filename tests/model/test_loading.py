@@ -15,8 +15,9 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from transformers import AutoModelForSeq2SeqLM, MistralConfig, MistralForCausalLM, T5Config
 
 import layerskip
-from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS
+from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS, Plan, Wishes
 from layerskip.model import loading
+from layerskip.model.draft_head import TENSORS_FILE, write_draft_token_ids
 from layerskip.training.checkpoint import recipe_metadata, saved_with
 from tests import kit
 
@@ -474,6 +475,7 @@ def test_a_damaged_weight_file_is_refused_by_name(folder: Path) -> None:
     ("metadata", "message"),
     [
         ({"exit_layer": "2"}, "exit_layer='2' is a str, not an integer"),
+        ({"draft_vocab_size": "8"}, "draft_vocab_size='8' is a str, not an integer"),
         ({"num_draft_tokens": True}, "num_draft_tokens=True is a bool, not an integer"),
         ({"exit_layers": [1, 2.0]}, r"exit_layers\[1\]=2.0 is a float, not an integer"),
         ({"exit_layers": "1, 2"}, "exit_layers='1, 2' is a str, not a list"),
@@ -484,3 +486,73 @@ def test_metadata_that_are_no_numbers_are_refused_when_the_checkpoint_is_loaded(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         layerskip.load(describe(folder, {"format": 1, **metadata}))
+
+
+# Draft token ids
+
+
+@pytest.mark.parametrize(("stored", "size"), [(None, 3), (2, 2), (3, 3), (kit.VOCAB, None)])
+def test_draft_token_ids_are_found_in_a_folder(folder: Path, stored: int | None, size: int | None) -> None:
+    write_draft_token_ids(folder, torch.tensor([7, 3, 90]))
+    describe(folder, {"format": 1, "exit_layer": 2, "draft_vocab_size": stored})
+    engine = layerskip.load(folder)
+    assert engine.draft_token_ids is not None and engine.draft_token_ids.tolist() == [7, 3, 90]
+    assert engine._prepare(kit.prompt_tensor(), None, "self_speculative", Wishes(), None, {}).plan == Plan(
+        "self_speculative", 2, 4, size
+    )
+    result = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
+    assert torch.equal(result.sequences, kit.reference(kit.mixed(), kit.prompt_tensor()))
+
+
+def test_the_caller_says_how_many_of_them_to_draft_from(folder: Path) -> None:
+    write_draft_token_ids(folder, torch.tensor([7, 3, 90]))
+    assert layerskip.load(folder, draft_vocab_size=1).draft_vocab_size == 1
+    with pytest.raises(ValueError, match=r"draft_vocab_size=4 is out of range; allowed are 1 to 3 .* and 97"):
+        layerskip.load(folder, draft_vocab_size=4)
+
+
+def test_without_draft_token_ids_the_full_head_alone_is_allowed(folder: Path) -> None:
+    assert layerskip.load(folder, draft_vocab_size=kit.VOCAB).draft_token_ids is None
+    with pytest.raises(ValueError, match=r"allowed is 97 .*a training recipe with `draft_vocab_size: 8192` writes"):
+        layerskip.load(folder, draft_vocab_size=8)
+
+
+def test_metadata_that_tell_of_more_draft_token_ids_than_there_are_is_refused(folder: Path) -> None:
+    describe(folder, {"format": 1, "draft_vocab_size": 8})
+    with pytest.raises(ValueError, match=r"draft_vocab_size=8, but there is no layerskip\.safetensors .*remove"):
+        layerskip.load(folder)
+    write_draft_token_ids(folder, torch.arange(7))
+    with pytest.raises(ValueError, match=r"draft_vocab_size=8, but layerskip\.safetensors holds 7 token ids"):
+        layerskip.load(folder)
+
+
+def test_damaged_draft_token_ids_are_refused_before_weights_are_read(folder: Path) -> None:
+    (folder / TENSORS_FILE).write_bytes(b"damaged")
+    refuse_to_read_weights(folder)
+    with pytest.raises(ValueError, match=r"layerskip\.safetensors cannot be read"):
+        layerskip.load(folder)
+
+
+def test_draft_token_ids_that_the_model_does_not_have_are_refused(folder: Path) -> None:
+    write_draft_token_ids(folder, torch.tensor([kit.VOCAB]))
+    with pytest.raises(ValueError, match="draft_token_ids holds the token id 97; the model's vocabulary is 0 to 96"):
+        layerskip.load(folder)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_draft_token_ids_of_a_model_on_the_hub(
+    cached_id: str,
+    has_ids: bool,
+    reached: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    hub_of: Callable[[Exception | None], Hub],
+) -> None:
+    """Reached, it says that the model is there; the files come from its local cache all the same."""
+    hub_of(None if reached else ConnectionError("no network"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    if has_ids:
+        snapshots = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--someone--mixed" / "snapshots"
+        write_draft_token_ids(snapshots / ("0" * 40), torch.tensor([7, 3, 90]))
+    ids = layerskip.load(cached_id).draft_token_ids
+    assert (None if ids is None else ids.tolist()) == ([7, 3, 90] if has_ids else None)

@@ -144,6 +144,75 @@ def test_adapters_alone_load_on_their_base(folder: Path, tmp_path: Path) -> None
     assert torch.equal(found[0].sequences, found[1].sequences)
 
 
+def lora_run(folder: Path, output: Path, lora: dict[str, Any], **changes: Any) -> dict[str, float]:
+    """Trains adapters alone, in fp32, without dropout, and returns the metrics."""
+    settings = {"method": "lora", "lora": {"merge": False, **lora}, "dropout": {"p_max": 0.0}, **changes}
+    return finetune(recipe(folder, output, **settings))
+
+
+def test_ranks_and_alphas_follow_patterns(folder: Path, tmp_path: Path) -> None:
+    low = r"layers\.[0-1]\..*"
+    patterns = {"rank": 2, "alpha": 4, "rank_pattern": {low: 6}, "alpha_pattern": {low: 24}}
+    lora_run(folder, tmp_path / "run", patterns)
+    ranks = {
+        int(name.split(".layers.")[1][0]): len(weight)
+        for name, weight in load_file(tmp_path / "run" / "adapter_model.safetensors").items()
+        if name.endswith("q_proj.lora_A.weight")
+    }
+    assert ranks == {0: 6, 1: 6, 2: 2, 3: 2}
+    model = kit.l4()
+    adapted = add_adapters(model, LoraSettings(**patterns))
+    scales = [layer.self_attn.q_proj.scaling["default"] for layer in kit.layers_of(adapted.get_base_model())]
+    assert scales == [4.0, 4.0, 2.0, 2.0]
+
+
+def test_adapters_are_trained_further(folder: Path, tmp_path: Path) -> None:
+    """With a learning rate of 0 they come out as they went in; else they begin where they were."""
+    lora_run(folder, tmp_path / "first", {"rank": 3, "alpha": 48})
+    before = load_file(tmp_path / "first" / "adapter_model.safetensors")
+    further = {"continue_from": str(tmp_path / "first")}
+    still = {**written(folder, tmp_path)["trainer"], "learning_rate": 0.0}
+    first = lora_run(folder, tmp_path / "still", further, trainer=still)
+    for name, weight in load_file(tmp_path / "still" / "adapter_model.safetensors").items():
+        assert torch.equal(weight, before[name]), name
+    second = lora_run(folder, tmp_path / "moved", further)
+    after = load_file(tmp_path / "moved" / "adapter_model.safetensors")
+    assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
+    plain = lora_run(folder, tmp_path / "plain", {"rank": 3, "alpha": 48}, trainer=still)
+    assert first["eval_loss"] != plain["eval_loss"] and second["eval_loss"] != first["eval_loss"]
+
+
+def test_adapters_of_another_model_are_not_trained_further(folder: Path, tmp_path: Path) -> None:
+    lora_run(folder, tmp_path / "first", {"rank": 3})
+    other = kit.build(kit.llama_config(hidden_size=64))
+    with pytest.raises(ValueError, match=r"adapters in .*first.* do not fit"):
+        add_adapters(other, LoraSettings(continue_from=str(tmp_path / "first")))
+
+
+def test_a_folder_without_adapters_is_not_trained_further(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"continue_from=.*model' holds no adapters"):
+        add_adapters(kit.l4(), LoraSettings(continue_from=str(folder / "model")))
+
+
+def test_draft_tokens_are_counted_and_stored(folder: Path, tmp_path: Path) -> None:
+    finetune(recipe(folder, tmp_path / "run", draft_vocab_size=10))
+    stored = load_file(tmp_path / "run" / "layerskip.safetensors")["draft_token_ids"]
+    assert len(stored) == 10 and 1 in stored[:2]  # EOS, beside the unknown token
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["layerskip"]["draft_vocab_size"] == 10
+    engine = layerskip.load(tmp_path / "run", exit_layer=2, dtype="float32")
+    whole = engine.generate("w5 w6 w7", max_new_tokens=16, draft_vocab_size=kit.VOCAB)
+    assert torch.equal(engine.generate("w5 w6 w7", max_new_tokens=16).sequences, whole.sequences)
+
+
+def test_training_ends_when_its_time_is_over(folder: Path, tmp_path: Path) -> None:
+    """A limit that one step passes: one step is taken, and the model is saved."""
+    trainer = {**written(folder, tmp_path)["trainer"], "max_steps": 10_000, "save_strategy": "no", "logging_steps": 1}
+    metrics = finetune(recipe(folder, tmp_path / "run", max_minutes=1e-6, trainer=trainer))
+    assert metrics["epoch"] == pytest.approx(0.2)
+    assert layerskip.load(tmp_path / "run", exit_layer=2).generate("w5", max_new_tokens=2).statistics.emitted == 2
+
+
 def test_training_from_scratch(folder: Path, tmp_path: Path) -> None:
     scratch = {"from_config": kit.llama_config().to_diff_dict(), "tokenizer": str(folder / "model")}
     run = recipe(folder, tmp_path / "run", model=scratch, dropout={"p_max": 0.3, "schedule": "exponential"})

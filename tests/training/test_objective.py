@@ -219,6 +219,37 @@ def test_the_guard_pulls_the_last_layer_to_the_model_that_training_began_with() 
     torch.testing.assert_close(changed, naive(model, inputs, {4: 1.0}) + 2.0 * guard, atol=1e-5, rtol=1e-5)
 
 
+class Counted(FrozenCopy):
+    """An original that counts its passes."""
+
+    passes = 0
+
+    def state(self, inputs: Any) -> torch.Tensor:
+        self.passes += 1
+        return super().state(inputs)
+
+
+def test_the_guard_holds_to_what_the_batch_says_only() -> None:
+    """Its part of the loss is a sum over tokens, so that those of two halves make that of the whole."""
+    inputs = batch()
+    model = in_training()
+    original = Counted(model)
+    halves = torch.rand(inputs["input_ids"].shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    with torch.no_grad():
+        kit.layers_of(model)[3].mlp.down_proj.weight.mul_(50.0)
+
+    def loss(**guard: torch.Tensor) -> torch.Tensor:
+        with exit_objective(model, ExitSettings((), guard_weight=2.0), Clock(1), original=original):
+            return model(**inputs, **guard).loss.detach()
+
+    whole, nothing = loss(), loss(guard=torch.zeros_like(halves))
+    assert original.passes == 1
+    one, other = loss(guard=halves), loss(guard=~halves)
+    torch.testing.assert_close(nothing, naive(model, inputs, {4: 1.0}).detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one + other - nothing, whole, atol=1e-5, rtol=1e-5)
+    assert min(one, other) > nothing + 0.01
+
+
 def test_a_guard_without_an_original_is_refused() -> None:
     with (
         pytest.raises(ValueError, match=r"guard_weight=1.0 needs the original"),

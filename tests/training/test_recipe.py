@@ -78,6 +78,11 @@ def test_values_get_the_types_of_their_keys(tmp_path: Path) -> None:
         ("dropout.p_max", 1.0, "dropout: p_max=1.0 is out of range"),
         ("dropout.schedule", "linear", "dropout: schedule='linear' is unknown"),
         ("lora.rank", 0, "lora: rank=0, alpha"),
+        ("lora.rank_pattern", {"layers": 0}, "lora: rank_pattern={'layers': 0}.* ranks must be at least 1"),
+        ("lora.alpha_pattern", {"layers": -1.0}, "lora: .*alphas above 0"),
+        ("lora", {"rank": 4, "continue_from": "x"}, "lora: continue_from='x': these adapters keep the shape"),
+        ("draft_vocab_size", 0, "draft_vocab_size=0 is out of range"),
+        ("max_minutes", 0, "max_minutes=0.0 is out of range"),
         ("data.streaming", True, "data.streaming=true has no length.*trainer.max_steps"),
         ("model", {"from_config": {"hidden_size": 4}, "tokenizer": "t"}, "from_config has no model_type"),
         ("model", {"from_config": {"model_type": "llama"}}, "model.tokenizer is missing"),
@@ -100,6 +105,12 @@ def test_what_needs_trained_weights_is_refused_for_a_model_from_scratch(change: 
     written = changed("model", {"from_config": {"model_type": "llama"}, "tokenizer": "t"})
     with pytest.raises(ValueError, match="a model from_config has no trained weights"):
         recipe_of({**written, **change})
+
+
+def test_draft_tokens_cannot_be_counted_in_a_stream() -> None:
+    written = {**changed("data.streaming", True), "trainer": {"max_steps": 100}, "draft_vocab_size": 64}
+    with pytest.raises(ValueError, match=r"draft_vocab_size=64 counts the tokens.*data.streaming=true"):
+        recipe_of(written)
 
 
 def test_a_stream_needs_a_number_of_steps_in_any_spelling() -> None:

@@ -253,6 +253,20 @@ def test_rows_in_which_nothing_counts_are_dropped() -> None:
     assert kept == {"input_ids": [[BOS, 4, 6]], "labels": [[-100, -100, 6]]}
 
 
+def test_a_row_is_guarded_unless_it_says_otherwise() -> None:
+    columns = {"text": "text", "guard": "guard"}
+    tokenise_block = BlockTokenizer(RowTokenizer(tokenizer(), None, 9), columns, "data")
+    kept = tokenise_block({"text": ["w1 w2", "w3", "w4"], "guard": [False, True, None]}, [0, 1, 2])
+    assert kept["guard"] == [[0, 0, 0, 0], [1, 1, 1], [1, 1, 1]]
+    assert [len(ids) for ids in kept["input_ids"]] == [4, 3, 3]
+
+
+def test_a_guard_that_is_no_truth_value_is_refused() -> None:
+    tokenise_block = BlockTokenizer(RowTokenizer(tokenizer(), None, 9), {"text": "text", "guard": "guard"}, "data")
+    with pytest.raises(ValueError, match=r"^row 1 of data: guard is 'no' of type str; it must be true or false"):
+        tokenise_block({"text": ["w1"], "guard": ["no"]}, [0])
+
+
 def test_a_bad_row_is_named_by_its_number() -> None:
     tokenise_block = BlockTokenizer(RowTokenizer(tokenizer(), None, 9), {"text": "text"}, "train='x'", first_row=10)
     with pytest.raises(ValueError, match=r"^row 17 of train='x': text is missing"):
@@ -275,6 +289,7 @@ def test_a_bad_row_is_named_by_its_number() -> None:
             {"prompt": "q", "completion": "completion", "finish_reason": "finish_reason"},
         ),
         (["text", "end"], {"finish_reason": "end"}, {"text": "text", "finish_reason": "end"}),
+        (["text", "guard"], {}, {"text": "text", "guard": "guard"}),
         (["text", "messages"], {"messages": "messages"}, {"messages": "messages"}),
     ],
 )
@@ -318,3 +333,9 @@ def test_rows_are_packed_whole_and_in_order() -> None:
         "labels": [[-100, 2, -100, 4, 5], [-100, 7, -100]],
         "position_ids": [[0, 1, 0, 1, 2], [0, 1, 0]],
     }
+
+
+def test_what_is_guarded_is_packed_along() -> None:
+    rows = [[1, 2], [3], [4, 5]]
+    packed = Packer(3)({"input_ids": rows, "labels": rows, "guard": [[0, 0], [1], [1, 1]]})
+    assert packed["guard"] == [[0, 0, 1], [1, 1]]

@@ -1,0 +1,248 @@
+"""A checkpoint on its own greedy answers, where drafts are made: which choices of an exit are the model's own.
+
+Beside them the usual measure: losses on given completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from layerskip.decoding.engine import Engine
+from layerskip.decoding.prompts import read_prompts
+from layerskip.model.cache import SharedCache
+from layerskip.model.layered import LayeredModel
+from layerskip.model.placement import Placement
+from layerskip.training.clock import Clock
+from layerskip.training.data import Collator
+from layerskip.training.exit_settings import ExitSettings
+from layerskip.training.objective import exit_objective
+from layerskip.training.rows import RowTokenizer
+from layerskip.training.trainer import exit_metrics
+
+# Rows of logits that are held at a time.
+LOGIT_ROWS = 512
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """A greedy answer of all layers.
+
+    Attributes:
+        prompt_ids: the prompt's tokens.
+        token_ids: N new tokens, the EOS token that ended them included.
+        text: the new tokens as text, without special tokens; `None` without a tokenizer.
+        finish_reason: "stop" (an EOS token) or "length".
+        matches: for each exit and each draft vocabulary, in the order in which they were asked for, N − 1 flags: entry
+            t tells whether the exit's first choice after the prompt and new tokens 0..t is new token t + 1.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    matches: dict[int, tuple[list[bool], ...]]
+
+
+def own_answers(
+    engine: Engine,
+    prompts: Any,
+    exit_layers: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    draft_token_ids: Sequence[torch.Tensor | None] = (None,),
+) -> list[OwnAnswer]:
+    """Answers prompts greedily with all layers and notes, in one more pass over each batch, where exits agree.
+
+    A progress bar on standard error counts prompts.
+
+    Args:
+        engine: the model; its EOS tokens end answers.
+        prompts: a list of strings, tokenised as they stand, or of lists of messages.
+        exit_layers: the exits to measure, counted from 1.
+        max_new_tokens: the budget of every answer.
+        batch_size: prompts that are answered together; those of like length are.
+        draft_token_ids: draft vocabularies, `(ids,)` each, that an exit's choice is restricted to; `None` for all ids.
+
+    Returns:
+        The answers in the order of the prompts.
+
+    Raises:
+        TypeError, ValueError: what `Engine.generate` refuses.
+    """
+    layered = engine.layered
+    rows = read_prompts(prompts, engine.tokenizer, None, layered.vocab_size).rows
+    # The longest first: little padding, and what does not fit is told at once.
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    answers: dict[int, OwnAnswer] = {}
+    with tqdm(total=len(rows), desc="answering", unit="prompt") as progress:
+        for first in range(0, len(order), batch_size):
+            batch = order[first : first + batch_size]
+            result = engine.generate(
+                [prompts[index] for index in batch],
+                strategy="autoregressive",
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+            )
+            counts = [row.emitted for row in result.statistics.per_row]
+            padded = result.sequences[:, -max(counts) :].tolist()
+            new_tokens = [tokens[:count] for tokens, count in zip(padded, counts, strict=True)]
+            prompt_ids = [rows[index] for index in batch]
+            matches = exit_matches(layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
+            for place, index in enumerate(batch):
+                answers[index] = OwnAnswer(
+                    prompt_ids=rows[index],
+                    token_ids=new_tokens[place],
+                    text=None if result.texts is None else result.texts[place],
+                    finish_reason=result.finish_reasons[place],
+                    matches=matches[place],
+                )
+            progress.update(len(batch))
+    return [answers[index] for index in range(len(rows))]
+
+
+@torch.inference_mode()
+def exit_matches(
+    layered: LayeredModel,
+    prompt_ids: Sequence[list[int]],
+    new_tokens: Sequence[list[int]],
+    exit_layers: Sequence[int],
+    draft_token_ids: Sequence[torch.Tensor | None] = (None,),
+) -> list[dict[int, tuple[list[bool], ...]]]:
+    """Returns the matches of each row, as in `OwnAnswer`: one pass over prompts and answers, up to the highest exit.
+
+    Args:
+        layered: the model, in eval mode.
+        prompt_ids: the prompts' tokens.
+        new_tokens: the answers' tokens, at least one each.
+        exit_layers: the exits, counted from 1.
+        draft_token_ids: draft vocabularies, `(ids,)` each, or `None` for all ids.
+    """
+    device = layered.device
+    # The last token is not followed by anything, so that it need not pass.
+    inputs = [prompt + tokens[:-1] for prompt, tokens in zip(prompt_ids, new_tokens, strict=True)]
+    placement = Placement.prompt([len(row) for row in inputs], device)
+    padded = torch.tensor([row + [0] * (placement.width - len(row)) for row in inputs], device=device)
+    counts = [len(tokens) - 1 for tokens in new_tokens]
+    places = [
+        (row, len(prompt) + place, tokens[place + 1])
+        for row, (prompt, tokens) in enumerate(zip(prompt_ids, new_tokens, strict=True))
+        for place in range(len(tokens) - 1)
+    ]
+    rows, columns, follow = torch.tensor(places, dtype=torch.long, device=device).reshape(-1, 3).unbind(1)
+    # Ascending, so that of equal logits the lowest id wins, as among all ids.
+    vocabularies = [None if ids is None else ids.to(device).sort().values for ids in draft_token_ids]
+
+    matches: list[dict[int, tuple[list[bool], ...]]] = [{} for _ in inputs]
+    cache = SharedCache(max(exit_layers), len(inputs), placement.width)
+    rotary = layered.rotary_tables(placement.width)
+    hidden, passed = layered.embed(padded, placement.positions), 0
+    for exit_layer in sorted(set(exit_layers)):
+        hidden = layered.run(hidden, passed, exit_layer, placement=placement, cache=cache, rotary=rotary)
+        passed = exit_layer
+        agreed = _agreements(layered, hidden[rows, columns], follow, vocabularies)
+        by_row = [flags.split(counts) for flags in agreed]
+        for row, found in enumerate(matches):
+            found[exit_layer] = tuple(flags[row].tolist() for flags in by_row)
+    return matches
+
+
+def _agreements(
+    layered: LayeredModel, states: torch.Tensor, follow: torch.Tensor, vocabularies: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Returns, for each vocabulary, whether the first choice of each state in it is what follows, `(tokens,)` bool."""
+    flags: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.bool)] for _ in vocabularies]
+    for chunk, wanted in zip(states.split(LOGIT_ROWS), follow.split(LOGIT_ROWS), strict=True):
+        if not len(chunk):
+            continue
+        logits = layered.logits(chunk)
+        for found, ids in zip(flags, vocabularies, strict=True):
+            choice = logits.argmax(-1) if ids is None else ids[logits[:, ids].argmax(-1)]
+            found.append((choice == wanted).cpu())
+    return [torch.cat(found) for found in flags]
+
+
+def coverage(answers: Sequence[OwnAnswer], draft_token_ids: torch.Tensor) -> float | None:
+    """Returns the share of the answers' tokens, each answer's first left out, that a draft vocabulary `(ids,)` holds.
+
+    No exit can agree more often with it. `None` where there are no such tokens.
+    """
+    ids = set(draft_token_ids.tolist())
+    held = [token in ids for answer in answers for token in answer.token_ids[1:]]
+    return sum(held) / len(held) if held else None
+
+
+@dataclass(frozen=True)
+class ReferenceSums:
+    """Summed losses on reference completions, row by row, and what they mean.
+
+    Attributes:
+        exit_layers: the exits, in the order of the columns.
+        tokens: tokens that count, `(rows,)`.
+        last: the last layer's cross entropy, `(rows,)`.
+        exits: each exit's cross entropy, `(rows, exits)`.
+        agreements: for how many tokens an exit's first choice is the last layer's, `(rows, exits)`.
+    """
+
+    exit_layers: tuple[int, ...]
+    tokens: np.ndarray
+    last: np.ndarray
+    exits: np.ndarray
+    agreements: np.ndarray
+
+    def metrics(self, rows: Sequence[int] | None = None) -> dict[str, float]:
+        """Returns `loss`, `perplexity`, and `loss_exit_E`, `perplexity_exit_E`, `agreement_exit_E` of every exit.
+
+        Args:
+            rows: which rows; all by default.
+        """
+        chosen = list(range(len(self.tokens)) if rows is None else rows)
+        sums = (self.tokens, self.last, self.exits, self.agreements)
+        return exit_metrics(self.exit_layers, *(values[chosen] for values in sums))
+
+
+def reference_sums(
+    engine: Engine, rows: Sequence[Mapping[str, Any]], exit_layers: Sequence[int], batch_size: int
+) -> ReferenceSums:
+    """Returns the losses of the last layer and of exits on completions, each ended with EOS, as training sees them.
+
+    A progress bar on standard error counts rows.
+
+    Args:
+        engine: the model, with a tokenizer.
+        rows: at least one, each with `prompt` and `completion`; see `RowTokenizer`.
+        exit_layers: the exits, counted from 1.
+        batch_size: rows in a pass.
+
+    Raises:
+        ValueError: no tokenizer or no EOS token, or a row that cannot be tokenised.
+    """
+    if engine.tokenizer is None or engine.tokenizer.eos_token_id is None:
+        raise ValueError("losses need a tokenizer with an EOS token, which ends a completion; set tokenizer.eos_token.")
+    layered = engine.layered
+    exits = tuple(sorted(set(exit_layers)))
+    tokenise = RowTokenizer(engine.tokenizer, None, layered.config.max_position_embeddings)
+    tokenised = [tokenise(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: -len(tokenised[index]["input_ids"]))
+    collate = Collator.for_tokenizer(engine.tokenizer)
+    settings = ExitSettings(exit_layers=exits, weights="equal")
+    sums = [np.zeros((len(rows), *width)) for width in ((), (), (len(exits),), (len(exits),))]
+    with (
+        tqdm(total=len(rows), desc="reading references", unit="row") as progress,
+        exit_objective(engine.model, settings, Clock(total_steps=1)),
+        torch.inference_mode(),
+    ):
+        for first in range(0, len(order), batch_size):
+            batch = order[first : first + batch_size]
+            inputs = collate([tokenised[index] for index in batch])
+            outputs = engine.model(**{name: values.to(layered.device) for name, values in inputs.items()})
+            found = (outputs.tokens, outputs.last, outputs.exits, outputs.agreements)
+            for values, new in zip(sums, found, strict=True):
+                values[batch] = new.cpu().numpy()
+            progress.update(len(batch))
+    return ReferenceSums(exits, *sums)
