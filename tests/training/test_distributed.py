@@ -124,6 +124,14 @@ def test_ranks_read_different_rows_of_a_recipe(streaming: bool, tmp_path: Path) 
     assert workers.tensors_of(tmp_path / "run")
 
 
+def test_ranks_end_together_when_the_time_is_over(tmp_path: Path) -> None:
+    """The first rank's clock allows three steps, on which it looks twice each; that of the other, none."""
+    recipe = workers.save_material(tmp_path)
+    recipe["trainer"] |= {"max_steps": 50}
+    recipe |= {"output_dir": str(tmp_path / "run"), "max_minutes": 0.3 / 60}
+    assert values(workers.run_ranks(workers.train_by_uneven_clocks, recipe)) == [3, 3]
+
+
 def test_the_program_under_accelerate_launch(tmp_path: Path) -> None:
     recipe = workers.save_material(tmp_path)
     recipe |= {"method": "lora", "output_dir": str(tmp_path / "run")}
