@@ -56,8 +56,9 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
 
 def test_the_rows_of_a_seed_stay_as_they_are() -> None:
     row = task.generate("validation", 3, 0)[1]
-    command = "i should call the plumber today so please remind me"
-    answer = '{"intent": "create_reminder", "slots": {"task": "call the plumber", "date": "today"}}'
+    command = "i should call my nephew about the loose railing today so please remind me"
+    task_said = "call my nephew about the loose railing"
+    answer = f'{{"intent": "create_reminder", "slots": {{"task": "{task_said}", "date": "today"}}}}'
     assert row["prompt"] == [{"role": "system", "content": task.SYSTEM}, {"role": "user", "content": command}]
     assert row["completion"] == answer
 

@@ -153,13 +153,26 @@ def pool_values(pool: str, split: str) -> tuple[str, ...]:
     """Returns the values of a pool that may be used in a split, each once."""
     if pool in CLOSED:
         return CLOSED[pool]
-    if pool in COMPOSED:
-        made = []
-        for pattern in COMPOSED[pool]:
-            parts = [pool_values(part, split) for _, part in slots_of(pattern)]
-            made += [fill(pattern, list(values)) for values in itertools.product(*parts)]
-        return tuple(dict.fromkeys(made))
-    return share(GENERATED[pool] if pool in GENERATED else OPEN[pool], split)
+    made: list[str] = []
+    for pattern in COMPOSED.get(pool, ()):
+        parts = [pool_values(part, split) for _, part in slots_of(pattern)]
+        made += [fill(pattern, list(values)) for values in itertools.product(*parts)]
+    # A value may be in several pools; a split has none that a split before it has in any.
+    earlier = taken(SPLITS[: SPLITS.index(split)])
+    values = made if pool in COMPOSED else share(open_pool(pool), split)
+    return tuple(value for value in dict.fromkeys(values) if value.lower() not in earlier)
+
+
+def open_pool(pool: str) -> tuple[str, ...]:
+    """Returns the values of an open pool, of all splits."""
+    return GENERATED[pool] if pool in GENERATED else OPEN[pool]
+
+
+@cache
+def taken(splits: tuple[str, ...]) -> frozenset[str]:
+    """Returns every value that some open pool has in one of `splits`, in lower case."""
+    pools = (*GENERATED, *OPEN)
+    return frozenset(value.lower() for pool in pools for split in splits for value in share(open_pool(pool), split))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from layerskip.training.exit_loss import IGNORED
-from layerskip.training.rows import COLUMN_NAMES, BlockTokenizer, Packer, RowTokenizer, find_columns
+from layerskip.training.rows import COLUMN_NAMES, OPTIONAL, BlockTokenizer, Packer, RowTokenizer, find_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -118,11 +118,11 @@ def load_data(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, see
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token; set tokenizer.eos_token.")
-    rows = _read("train", settings.train, settings.split, settings.streaming)
+    rows = _read("train", settings.train, settings.split, settings)
     train_name, held_out, first_held_out = f"train={settings.train!r}", None, 0
     held_out_name = train_name if settings.eval is None else f"eval={settings.eval!r}"
     if settings.eval is not None:
-        held_out = _read("eval", settings.eval, settings.eval_split, settings.streaming)
+        held_out = _read("eval", settings.eval, settings.eval_split, settings)
     elif settings.eval_rows:
         first_held_out = len(rows) - settings.eval_rows
         if first_held_out < 1:
@@ -201,16 +201,16 @@ def _names(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _read(argument: str, value: str | Sequence[str], split: str, streaming: bool) -> AnyDataset:
+def _read(argument: str, value: str | Sequence[str], split: str, settings: DataSettings) -> AnyDataset:
     """Returns the rows that `argument=value` names, at least one."""
-    names = _names(value)
+    names, streaming = _names(value), settings.streaming
     paths = [Path(name).expanduser() for name in names]
     if len(paths) == 1 and paths[0].is_dir():
         rows = _from_folder(argument, paths[0], split, streaming)
     elif len(paths) == 1 and not paths[0].is_file() and not _looks_like_path(names[0]):
         rows = _from_hub(argument, names[0], split, streaming)
     else:
-        rows = _from_files(argument, paths, streaming)
+        rows = _from_files(argument, paths, settings)
     if next(iter(rows), None) is None:
         raise ValueError(f"{argument}={value!r} holds no rows; it must hold at least one.")
     return rows
@@ -233,15 +233,15 @@ def _builder(argument: str, paths: Iterable[Path]) -> str:
     return BUILDERS[found.pop()]
 
 
-def _from_files(argument: str, paths: list[Path], streaming: bool) -> AnyDataset:
+def _from_files(argument: str, paths: list[Path], settings: DataSettings) -> AnyDataset:
     for path in paths:
         if path.is_dir():
             raise ValueError(f"{argument} names the folder {str(path)!r} beside others; name it alone, or files only.")
         if not path.is_file():
             raise ValueError(f"{argument}={str(path)!r}: there is no such file; a hub dataset is named owner/name.")
     builder = _builder(argument, paths)
-    files = [_from_file(argument, path, builder, streaming) for path in paths]
-    return files[0] if len(files) == 1 else _joined(argument, files)
+    files = {path: _from_file(argument, path, builder, settings.streaming) for path in paths}
+    return files[paths[0]] if len(paths) == 1 else _joined(argument, files, settings.columns)
 
 
 def _from_file(argument: str, path: Path, builder: str, streaming: bool) -> AnyDataset:
@@ -256,14 +256,35 @@ def _from_file(argument: str, path: Path, builder: str, streaming: bool) -> AnyD
     return _without_blanks(rows, builder)
 
 
-def _joined(argument: str, files: list[AnyDataset]) -> AnyDataset:
-    """Returns the rows of all files, one after another; a column that only some have is empty in the others."""
+def _joined(argument: str, files: Mapping[Path, AnyDataset], renamed: Mapping[str, str]) -> AnyDataset:
+    """Returns the rows of all files, one after another; what only some of them say beside is empty in the others."""
     import datasets
 
+    found = {
+        path: find_columns(f"{argument}={str(path)!r}", list(next(iter(rows), {})), renamed)
+        for path, rows in files.items()
+    }
+    kinds = {" and ".join(name for name in columns if name not in OPTIONAL): path for path, columns in found.items()}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind} ({path.name})" for kind, path in kinds.items())
+        raise ValueError(f"the files of {argument} hold rows of several kinds: {listed}; give files of one kind.")
+    names = [name for columns in found.values() for name in columns.values()]
     try:
-        return datasets.concatenate_datasets(files)
+        return datasets.concatenate_datasets(
+            [rows.select_columns(list(found[path].values())).map(_Filled(names)) for path, rows in files.items()]
+        )
     except ValueError as error:
         raise ValueError(f"the files of {argument} cannot be read as one dataset: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """Gives a row the columns that it lacks, empty: joined streams must have the same."""
+
+    names: Sequence[str]
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**dict.fromkeys(self.names), **row}
 
 
 def _from_folder(argument: str, folder: Path, split: str, streaming: bool) -> AnyDataset:
@@ -352,8 +373,10 @@ def _mapped(
 def _fingerprint(rows: Dataset) -> str:
     digest = hashlib.sha256()
     for block in rows.with_format("numpy").iter(BLOCK):
-        for ids, labels in zip(block["input_ids"], block["labels"], strict=True):
-            digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes() + labels.astype("<i4").tobytes())
+        for columns in zip(*block.values(), strict=True):
+            digest.update(len(columns[0]).to_bytes(8, "little"))
+            for column in columns:
+                digest.update(column.astype("<i4").tobytes())
     return digest.hexdigest()
 
 

@@ -34,8 +34,8 @@ class ExitSettings:
             "acceptance": −log Σ min(p, q), the chance that a sampled draft is accepted. The last two learn from the
             last layer, whose own layers they do not move, in a pass of its own where layers are dropped.
         guard_weight: weight of KL(original ‖ last layer), added to the loss, which holds the last layer to the model
-            that training began with; 0 for none. Rows of data whose `guard` is false are free of it. With method full a
-            frozen copy of the model is kept for it.
+            that training began with, or where adapters are trained to the model beneath them; 0 for none. Rows of data
+            whose `guard` is false are free of it. With method full a frozen copy of the model is kept for it.
         logit_rows: how many rows of logits, of all exits together, are made at a time; at least one token's.
     """
 

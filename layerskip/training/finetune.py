@@ -14,7 +14,7 @@ from layerskip.model.layered import LayeredModel
 from layerskip.training.checkpoint import recipe_metadata
 from layerskip.training.data import Collator, TrainingData, load_data
 from layerskip.training.draft_vocabulary import draft_vocabulary
-from layerskip.training.models import add_adapters, initial_model
+from layerskip.training.models import add_adapters, initial_model, shape_of
 from layerskip.training.recipe import Recipe
 from layerskip.training.run_folder import (
     check_space,
@@ -30,6 +30,7 @@ from layerskip.training.trainer import LayerSkipTrainer
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -64,7 +65,10 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     PartialState().wait_for_everyone()
     draft_token_ids = _draft_token_ids(recipe, data, model, tokenizer)
     metadata = recipe_metadata(exit_layers, written, data.fingerprint, recipe.draft_vocab_size)
-    trained = model if recipe.lora is None else add_adapters(model, recipe.lora, recipe.revision)
+    trained: PreTrainedModel | PeftModel = model
+    if recipe.lora is not None:
+        trained = add_adapters(model, recipe.lora, recipe.revision)
+        metadata["recipe"]["lora"] |= shape_of(trained)
     loading: Any = args.accelerator_config
     if recipe.data.streaming and loading.dispatch_batches is None:
         # By default rank 0 reads for all, and joins batches that are padded to different widths.

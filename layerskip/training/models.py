@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"lora.targets={settings.targets!r} cannot be adapted: {error}") from error
+    for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
+        # As PEFT reads patterns; one without a match it passes over in silence.
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted.base_model.targeted_module_names):
+            raise ValueError(
+                f"lora has the pattern {pattern!r}, which is the end of no adapted module's name; such names are "
+                f"{adapted.base_model.targeted_module_names[0]!r}."
+            )
     base = adapted.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if base.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
@@ -119,6 +127,20 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, revision: str |
             "(tie_word_embeddings) and would be taken apart; leave it out."
         )
     return adapted
+
+
+def shape_of(adapted: PeftModel) -> dict[str, Any]:
+    """Returns rank, alpha and so on of the adapters of a PEFT model, named as in `LoraSettings`."""
+    config: Any = adapted.active_peft_config
+    targets = config.target_modules
+    return {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": config.alpha_pattern,
+        "dropout": config.lora_dropout,
+        "targets": targets if isinstance(targets, str) else sorted(targets),
+    }
 
 
 def _adapters_of(folder: str, model: PreTrainedModel) -> PeftModel:

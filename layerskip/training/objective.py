@@ -59,8 +59,8 @@ def exit_objective(
     each summed over the tokens that count and divided by `num_items_in_batch` where that is passed along, as Trainer
     does for a whole accumulation window, else by their number. In train mode the exits that are on at the clock's step
     take part; in eval mode all of `settings` are measured and layer dropout is off. Where `guard`, bool `(batch,
-    tokens)`, is passed along, the guard's term takes its tokens only, and a batch without any is spared the pass of the
-    original. A call without labels is the model's own.
+    tokens)`, is passed along, the guard's term takes its tokens only, and on a single process a batch without
+    any is spared the pass of the original. A call without labels is the model's own.
 
     The `forward` of the model object is replaced, so that norm and head run inside the call that DDP and FSDP watch;
     it is put back at the end.
@@ -151,7 +151,9 @@ class _Objective:
         if training and loss is not cross_entropy and exits and self._own_target_pass:
             with evaluation(self._layered.model):
                 target = Teacher(taken(final_state(self._layered, inputs)), self._layered.logits)
-        if training and self._original is not None and bool(held.any()):
+        # Among several ranks each takes part, since weights may be sharded.
+        needed = torch.distributed.is_initialized() or bool(held.any())
+        if training and self._original is not None and needed:
             original = Teacher(taken(self._original.state(inputs)), self._original.logits)
         states = self.states.run((*exits, num_layers), inputs)
         # Of each layer only the tokens that count are kept while the losses are made.

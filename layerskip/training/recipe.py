@@ -78,6 +78,13 @@ class LoraSettings:
                 f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}: rank must be at least 1, alpha above "
                 "0, and 0 ≤ dropout < 1."
             )
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"{pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}."
+                ) from error
         if min(self.rank_pattern.values(), default=1) < 1 or min(self.alpha_pattern.values(), default=1.0) <= 0:
             raise ValueError(
                 f"rank_pattern={self.rank_pattern}, alpha_pattern={self.alpha_pattern}: ranks must be at least 1, "
@@ -151,6 +158,19 @@ class Recipe:
                 raise ValueError(f"trainer.{name}={self.trainer[name]} must be at least 1.")
         if self.max_minutes is not None and not 0.0 < self.max_minutes < float("inf"):
             raise ValueError(f"max_minutes={self.max_minutes} is out of range; give minutes above 0, or null.")
+        if self.max_minutes is not None:
+            for clash, why in (
+                (self.resume and "resume=true", "would train for that time once more"),
+                (self.exits.curriculum == "gradual" and "exits.curriculum=gradual", "needs the number of steps"),
+                (
+                    self.dropout.schedule == "exponential" and "dropout.schedule=exponential",
+                    "needs the number of steps",
+                ),
+            ):
+                if clash:
+                    raise ValueError(
+                        f"max_minutes={self.max_minutes} does not go with {clash}, which {why}; leave one of them out."
+                    )
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} is out of range; give at least 1, or null.")
         if self.draft_vocab_size is not None and self.data.streaming:
@@ -198,7 +218,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(written, dict):
-        raise ValueError(f"{path} must hold keys and values, such as `model: demo`.")
+        raise ValueError(f"{path} must hold keys and values, such as `model: demo-base`.")
     for change in changes:
         _apply(written, change)
     return recipe_of(written)

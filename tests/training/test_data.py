@@ -92,11 +92,13 @@ def test_files_may_differ_in_what_their_rows_say_beside_the_text(
 ) -> None:
     """Tokens of a file without `guard` are guarded, and batches tell which ones."""
     free = write(tmp_path / "a.jsonl", [{"text": "w1 w2", "guard": False, "note": "x"}])
-    held = write(tmp_path / "b.jsonl", [{"text": "w3", "finish_reason": "length"}, {"text": "w4"}])
+    held = write(
+        tmp_path / "b.jsonl", [{"text": "w3 w4", "finish_reason": "length", "note": 3}, {"text": "w5", "note": 4}]
+    )
     data = load((free, held), streaming=streaming, packing=packing, max_length=16)
     rows = sorted(data.train, key=lambda row: row["input_ids"])
     flat = [(token, held) for row in rows for token, held in zip(row["input_ids"], row["guard"], strict=True)]
-    expected = {1: 0, 2: 0, 3: 1, 4: 1}
+    expected = {1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
     assert {token: held for token, held in flat if token != EOS} == expected
     assert sum(token == EOS for token, _ in flat) == 2
     batch = Collator(0)(rows)
@@ -469,7 +471,10 @@ def test_the_malformed_file_of_several_is_named(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    files = (write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.jsonl", [{"text": ["w1"]}]))
+    files = (write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.jsonl", [{"prompt": "w1", "completion": "w2"}]))
+    with pytest.raises(ValueError, match=r"several kinds: text \(a.jsonl\), prompt and completion \(b.jsonl\)"):
+        load(files)
+    files = (files[0], write(tmp_path / "c.jsonl", [{"text": ["w1"]}]))
     with pytest.raises(ValueError, match=r"the files of train cannot be read as one dataset: .*aligned"):
         load(files)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import layerskip
+from layerskip.training import difference
 from layerskip.training.difference import export_difference
 from layerskip.training.finetune import finetune
 from layerskip.training.recipe import recipe_of
@@ -104,6 +106,7 @@ def test_an_export_replaces_the_one_before_and_leaves_its_card(run: Path, tmp_pa
     [
         ({"exit_layer": 3}, r"exit_layer=3 was not trained; allowed are 1, 2"),
         ({"num_draft_tokens": 0}, r"num_draft_tokens=0 is out of range"),
+        ({"draft_vocab_size": 0}, rf"draft_vocab_size=0 is out of range; the run has {IDS}"),
         ({"draft_vocab_size": IDS + 1}, rf"draft_vocab_size={IDS + 1} is out of range; the run has {IDS}"),
     ],
 )
@@ -111,6 +114,38 @@ def test_numbers_that_cannot_be_are_refused(run: Path, tmp_path: Path, changes: 
     with pytest.raises(ValueError, match=message):
         export(run, tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_not_exported_onto_itself(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"is the run itself, whose adapters would be lost"):
+        export(run, run)
+    assert load_file(run / "adapter_model.safetensors")
+
+
+def test_a_relative_path_that_exists_is_cut_as_well(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are no path here, such as those of the hub, stay whole."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.jsonl").write_text("")
+    stored = json.loads((run / "layerskip.json").read_text())
+    stored["recipe"] |= {"model": "owner/name", "data": {"train": ["mine/rows.jsonl", "/far/away.jsonl"]}}
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "layerskip.json").write_text(json.dumps(stored))
+    export(tmp_path / "run", tmp_path / "out")
+    recipe = json.loads((tmp_path / "out" / "layerskip.json").read_text())["recipe"]
+    assert recipe["model"] == "owner/name" and recipe["data"]["train"] == ["rows.jsonl", "away.jsonl"]
+
+
+def test_an_export_that_fails_leaves_the_one_before(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    export(run, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(difference, "write_draft_token_ids", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(run, tmp_path / "out", exit_layer=1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_whole_checkpoint_is_no_difference(run: Path, tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ def test_ranks_and_alphas_follow_patterns(folder: Path, tmp_path: Path) -> None:
     assert ranks == {0: 6, 1: 6, 2: 2, 3: 2}
     model = kit.l4()
     adapted = add_adapters(model, LoraSettings(**patterns))
+    with pytest.raises(ValueError, match=r"pattern 'layrs.0', which is the end of no adapted module's name"):
+        add_adapters(kit.l4(), LoraSettings(rank_pattern={"layrs.0": 4}))
     scales = [layer.self_attn.q_proj.scaling["default"] for layer in kit.layers_of(adapted.get_base_model())]
     assert scales == [4.0, 4.0, 2.0, 2.0]
 
@@ -177,6 +179,8 @@ def test_adapters_are_trained_further(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(weight, before[name]), name
     second = lora_run(folder, tmp_path / "moved", further)
     after = load_file(tmp_path / "moved" / "adapter_model.safetensors")
+    stored = json.loads((tmp_path / "moved" / "layerskip.json").read_text())["recipe"]["lora"]
+    assert (stored["rank"], stored["alpha"]) == (3, 48)
     assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
     plain = lora_run(folder, tmp_path / "plain", {"rank": 3, "alpha": 48}, trainer=still)
     assert first["eval_loss"] != plain["eval_loss"] and second["eval_loss"] != first["eval_loss"]

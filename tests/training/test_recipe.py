@@ -80,6 +80,7 @@ def test_values_get_the_types_of_their_keys(tmp_path: Path) -> None:
         ("lora.rank", 0, "lora: rank=0, alpha"),
         ("lora.rank_pattern", {"layers": 0}, "lora: rank_pattern={'layers': 0}.* ranks must be at least 1"),
         ("lora.alpha_pattern", {"layers": -1.0}, "lora: .*alphas above 0"),
+        ("lora.rank_pattern", {"layers[": 4}, "lora: 'layers\\[' in rank_pattern or alpha_pattern is no regular expr"),
         ("lora", {"rank": 4, "continue_from": "x"}, "lora: continue_from='x': these adapters keep the shape"),
         ("draft_vocab_size", 0, "draft_vocab_size=0 is out of range"),
         ("max_minutes", 0, "max_minutes=0.0 is out of range"),
@@ -105,6 +106,19 @@ def test_what_needs_trained_weights_is_refused_for_a_model_from_scratch(change: 
     written = changed("model", {"from_config": {"model_type": "llama"}, "tokenizer": "t"})
     with pytest.raises(ValueError, match="a model from_config has no trained weights"):
         recipe_of({**written, **change})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("resume", True, "max_minutes=5.0 does not go with resume=true, which would train for that time once more"),
+        ("exits.curriculum", "gradual", "does not go with exits.curriculum=gradual, which needs the number of steps"),
+        ("dropout.schedule", "exponential", "does not go with dropout.schedule=exponential, which needs the number"),
+    ],
+)
+def test_what_a_limit_of_minutes_does_not_go_with(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe_of({**changed(key, value), "max_minutes": 5})
 
 
 def test_draft_tokens_cannot_be_counted_in_a_stream() -> None:
@@ -154,6 +168,7 @@ NUM_LAYERS = {
     "llama-1.5b-topv2": 24,
     "smollm2-135m-full": 30,
     "smollm2-135m-lora": 30,
+    "smollm2-135m-commands": 30,
 }
 # p_max, e_scale, rotation (None: gradual) and schedule of the paper's table.
 PAPER = {
