@@ -8,7 +8,8 @@ All arms answer the same prompts greedily, in turns, each with the same number o
 answers end as they do in use. Times are medians over repeats, the time to the first token is kept apart, and
 `same_as_first` counts the answers that are those of plain decoding, token by token. The table is printed after every
 repeat; the last line of output is JSON. `layer_tokens` counts layers × tokens that really ran, by hooks;
-`outside_share` is the share of time spent outside the calls of embedding, layers, norm and head. In steps of plain
+`outside_share` is the share of time spent outside the calls of embedding, layers, norm and head, `null` with a
+`draft_vocab_size`, which is `null` for the full head. In steps of plain
 decoding, `c` is what a draft costs and `verify_cost` what verification costs in a round; `predicted` is the speed-up
 that these two give: tokens per round / (verify_cost + drafts per round · c).
 """
@@ -27,10 +28,12 @@ import layerskip
 from layerskip import demo
 from layerskip.comparison.benchmark import Arm, Measurement, engine_arm, measure, transformers_arm
 from layerskip.comparison.table import format_table
-from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
+from layerskip.decoding.plan import check_num_draft_tokens
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, load_engine, run_program
-from layerskip.prompt_file import Prompt, prompts_of, read_lines
+from layerskip.program import as_chat, load_engine, read_numbers, run_program
+from layerskip.prompt_file import prompts_of
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="one prompt a line, or a .jsonl file of rows with prompts; by default a few built-in ones",
+        help="a .txt file, one prompt a line, or a .jsonl file of rows with prompts; by default a few built-in ones",
     )
     parser.add_argument("--stop-at-eos", action="store_true", help="let answers end with an end-of-sequence token")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
@@ -61,31 +64,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_numbers(flag: str, text: str) -> list[int]:
-    """Returns the numbers of a list such as 6,12; raises ValueError for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{flag} {text!r} is not a list of numbers such as 6,12,18.") from None
-
-
-def read_file(path: Path | None) -> list[Prompt]:
-    """Returns the prompts of a file, the rows of a .jsonl file or lines of text; by default the built-in ones."""
-    if path is None:
-        return list(demo.PROMPTS)
-    return prompts_of(path) if path.suffix.lower() == ".jsonl" else list(read_lines(path))
-
-
 def build_arms(
     engine: layerskip.Engine, arguments: argparse.Namespace, exit_layers: list[int], num_draft_tokens: list[int]
 ) -> list[Arm]:
     """Returns the arms; the first is what all others are compared with."""
     stop = arguments.stop_at_eos
-    trimmed = {} if arguments.draft_vocab_size is None else {"draft_vocab_size": arguments.draft_vocab_size}
     speculative = [
-        engine_arm(
-            "self_speculative", engine, stop_at_eos=stop, exit_layer=exit_layer, num_draft_tokens=drafts, **trimmed
-        )
+        engine_arm("self_speculative", engine, stop_at_eos=stop, exit_layer=exit_layer, num_draft_tokens=drafts)
         for exit_layer in exit_layers
         for drafts in num_draft_tokens
     ]
@@ -109,13 +94,16 @@ def run() -> None:
     num_draft_tokens = read_numbers("--num-draft-tokens", arguments.num_draft_tokens)
     for drafts in num_draft_tokens:
         check_num_draft_tokens(drafts)
-    given = read_file(arguments.prompts)
-    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    asked = [as_chat([prompt], engine.tokenizer)[0] if isinstance(prompt, str) else prompt for prompt in given]
-    rows = read_prompts(asked, engine.tokenizer, None, engine.layered.vocab_size).rows
+    given = list(demo.PROMPTS) if arguments.prompts is None else prompts_of(arguments.prompts)
+    engine = load_engine(
+        arguments.model,
+        ROOT,
+        draft_vocab_size=arguments.draft_vocab_size,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    rows = read_prompts(as_chat(given, engine.tokenizer), engine.tokenizer, None, engine.layered.vocab_size).rows
     prompts = [torch.tensor([row], device=engine.layered.device) for row in rows]
-    for exit_layer in exit_layers:
-        check_exit_layer(exit_layer, engine.layered.num_layers)
     if arguments.stop_at_eos and engine.model.generation_config.eos_token_id is None:
         raise ValueError("--stop-at-eos needs eos_token_id in the model's generation_config.json, and there is none.")
     arms = build_arms(engine, arguments, exit_layers, num_draft_tokens)
@@ -133,7 +121,6 @@ def run() -> None:
         "prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,
         "stop_at_eos": arguments.stop_at_eos,
-        "draft_vocab_size": arguments.draft_vocab_size,
         "repeats": arguments.repeats,
         "arms": [asdict(measurement) for measurement in measurements],
     }

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
@@ -30,14 +30,20 @@ from transformers import AutoConfig
 import layerskip
 from layerskip import demo
 from layerskip.comparison.audit import first_difference
+from layerskip.comparison.dtype_speed import ROWS, bfloat16_slowdown
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.decoding.text import GrowingText
 from layerskip.model.adapters import AdapterFolder
 from layerskip.model.loading import DTYPES
 from layerskip.program import as_chat, difference_folder, load_engine, run_program
+from layerskip.prompt_file import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_RECIPE = ROOT / "configs" / "smollm2-135m-commands.yaml"
 # The exit of a checkpoint that names none: four fifths of its layers, where an untrained model begins to agree.
 UNTRAINED_EXIT = 0.8
 # Enough to see the speed, few enough for a slow machine.
@@ -53,7 +59,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default 64)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="of the weights (default auto)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", *DTYPES),
+        help="of the weights; auto (default): the checkpoint's, but float32 on a CPU on which bfloat16 is slower",
+    )
     parser.add_argument(
         "--color",
         choices=("auto", "always", "never"),
@@ -67,9 +78,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--recipe",
         type=Path,
-        default=ROOT / "configs" / "smollm2-135m-commands.yaml",
         metavar="RECIPE.yaml",
-        help="what --train-minutes follows (default configs/smollm2-135m-commands.yaml)",
+        help="what --train-minutes follows (default configs/smollm2-135m-commands.yaml), a recipe for adapters on "
+        "demo-base; the demo replaces its data.train (by voice commands that it writes), data.eval (by none), "
+        "output_dir, max_minutes and trainer.save_strategy (by no)",
     )
     return parser.parse_args()
 
@@ -80,8 +92,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens} is out of range; it must be at least 1.")
     minutes = arguments.train_minutes
     if minutes is None:
-        if arguments.output_dir is not None:
-            raise ValueError(f"--output-dir {arguments.output_dir} is for a run of --train-minutes; leave it out.")
+        for flag, given in (("--output-dir", arguments.output_dir), ("--recipe", arguments.recipe)):
+            if given is not None:
+                raise ValueError(f"{flag} {given} is for a run of --train-minutes; leave it out.")
         return
     if not 0 < minutes < float("inf"):
         raise ValueError(f"--train-minutes {minutes:g} is out of range; give a number of minutes above 0.")
@@ -90,7 +103,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             f"--model {arguments.model} and --train-minutes do not go together, since the recipe names the model; "
             "leave one of them out."
         )
-    if not arguments.recipe.is_file():
+    if arguments.recipe is not None and not arguments.recipe.is_file():
         raise ValueError(f"--recipe {arguments.recipe} is no file; give a recipe, such as one of configs/.")
     if arguments.output_dir is not None and arguments.output_dir.exists():
         raise ValueError(f"--output-dir {arguments.output_dir} is there already; choose a folder that is not.")
@@ -101,24 +114,32 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def load(arguments: argparse.Namespace) -> layerskip.Engine:
     """Returns an engine for the chosen model, saying what it is and which exit it will use."""
+    is_trained = arguments.train_minutes is not None
+    if not is_trained:
+        say_loading(arguments.model)
     options = {
-        "dtype": arguments.dtype,
+        "dtype": choose_dtype(arguments.dtype),
         "exit_layer": arguments.exit_layer,
         "num_draft_tokens": arguments.num_draft_tokens,
     }
-    if arguments.train_minutes is None:
-        say_loading(arguments.model)
-        engine = load_engine(arguments.model, **options)
-    else:
-        engine = trained_engine(arguments, options)
-    if engine.tokenizer is None:
-        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no prompt can be read.")
+    engine = trained_engine(arguments, options) if is_trained else load_engine(arguments.model, ROOT, **options)
     if engine.exit_layer is None and not engine.metadata.compared:
         num_layers = engine.layered.num_layers
         check_exit_layer(1, num_layers)
         engine.exit_layer = min(round(UNTRAINED_EXIT * num_layers), num_layers - 1)
         print(f"The checkpoint names no exit layer: it was not trained for early exits. Using {engine.exit_layer}.")
     return engine
+
+
+def choose_dtype(choice: str) -> str:
+    """Returns the type of the weights of both strategies; where it is float32 by itself, it says why."""
+    if choice != "auto" or torch.cuda.is_available():
+        return choice
+    slowdown = bfloat16_slowdown()
+    if slowdown <= 1.0:
+        return choice
+    print(f"float32: on this CPU {ROWS} rows take {slowdown:.1f} times as long in bfloat16.")
+    return "float32"
 
 
 def say_loading(model: str) -> None:
@@ -131,36 +152,46 @@ def trained_engine(arguments: argparse.Namespace, options: dict[str, Any]) -> la
     """Trains adapters as the recipe says and returns an engine for them, with the checkout's exit and draft length.
 
     Raises:
-        ValueError: a recipe that does not save adapters, a number out of range, or the checkout's adapters are needed
-            for these numbers and missing or damaged.
+        ValueError: a recipe for another model, that does not save adapters or that does not train the exit, a number
+            out of range, or the checkout's adapters are needed for these numbers and missing or damaged.
         ChildProcessError: one of the two programs failed; it has said why.
     """
     from layerskip.training.recipe import read_recipe
 
-    lora = read_recipe(arguments.recipe).lora
-    if lora is None or lora.merge:
-        raise ValueError(f"--recipe {arguments.recipe} does not save adapters; it needs method: lora and merge: false.")
+    path = DEFAULT_RECIPE if arguments.recipe is None else arguments.recipe
+    recipe = read_recipe(path)
+    if recipe.model != "demo-base":
+        raise ValueError(f"--recipe {path} has model: {recipe.model}; --train-minutes trains demo-base, so write that.")
+    if recipe.lora is None or recipe.lora.merge:
+        raise ValueError(f"--recipe {path} does not save adapters; it needs method: lora and merge: false.")
     if options["exit_layer"] is None or options["num_draft_tokens"] is None:
-        stored = AdapterFolder.read(difference_folder(), base=demo.MODEL_NAME).metadata or {}
+        stored = AdapterFolder.read(difference_folder(ROOT), base=demo.MODEL_NAME).metadata or {}
         for name in ("exit_layer", "num_draft_tokens"):
             options[name] = options[name] if options[name] is not None else stored.get(name)
-    check_exit_layer(options["exit_layer"], AutoConfig.from_pretrained(demo.fetch()).num_hidden_layers)
+    num_layers = AutoConfig.from_pretrained(demo.fetch()).num_hidden_layers
+    check_exit_layer(options["exit_layer"], num_layers)
     check_num_draft_tokens(options["num_draft_tokens"])
+    trained = recipe.exits.layers(num_layers)
+    if options["exit_layer"] not in trained:
+        raise ValueError(
+            f"exit_layer={options['exit_layer']} is not trained by --recipe {path}; pass as --exit-layer one of "
+            f"{', '.join(map(str, trained))}, or change exits.exit_layers."
+        )
     with tempfile.TemporaryDirectory(prefix="layerskip-demo-") as temporary:
         rows = Path(temporary, "commands-train.jsonl")
         output = arguments.output_dir or Path(temporary, "run")
         print(f"Writing {TRAINING_ROWS} voice commands", flush=True)
         run_step("training/voice_commands.py", "--split", "train", "--rows", str(TRAINING_ROWS), "--out", str(rows))
         print(f"Training for at most {arguments.train_minutes:g} minutes", flush=True)
-        changes = [
-            # As JSON, which is YAML: a path may hold what YAML takes for something else.
-            f"data.train={json.dumps(str(rows))}",
-            "data.eval=null",
-            f"output_dir={json.dumps(str(output))}",
-            f"max_minutes={arguments.train_minutes:g}",
-            'trainer.save_strategy="no"',
-        ]
-        run_step("training/finetune.py", str(arguments.recipe), *changes)
+        replaced = {
+            "data.train": str(rows),
+            "data.eval": None,
+            "output_dir": str(output),
+            "max_minutes": arguments.train_minutes,
+            "trainer.save_strategy": "no",
+        }
+        # As JSON, which is YAML: a path may hold what YAML takes for something else.
+        run_step("training/finetune.py", str(path), *(f"{key}={json.dumps(value)}" for key, value in replaced.items()))
         print(f"Loading {demo.DESCRIPTION} with the adapters just trained", flush=True)
         return demo.load(output, **options)
 
@@ -198,61 +229,73 @@ def painted(event: layerskip.StreamEvent, text: GrowingText) -> Iterator[str]:
         yield text.finish()
 
 
-def show(
-    engine: layerskip.Engine, prompt: Any, strategy: str, options: dict[str, Any], color: bool
-) -> layerskip.GenerationResult:
-    """Prints the answer to one prompt as it is settled and the speed below it, and returns its result."""
-    if engine.tokenizer is None:
-        raise RuntimeError("there is no tokenizer to make text of tokens.")
-    text, result = GrowingText(engine.tokenizer), None
-    for event in engine.stream(prompt, strategy=strategy, **options):
-        for piece in painted(event, text) if color else (event.text,):
-            print(piece, end="", flush=True)
-        result = event.result
-    if result is None:
-        raise RuntimeError("the stream ended without a result.")
-    figures = result.statistics
-    speed = figures.decode_tokens_per_second
-    line = f"{strategy}: " + ("a single token" if speed is None else f"{speed:.1f} tokens/s")
-    if figures.drafted:
-        line += f", {figures.accepted} of {figures.drafted} drafts accepted"
-    print(f"\n    ({line})\n", flush=True)
-    return result
+@dataclass(frozen=True)
+class Answerer:
+    """Shows a model's answers.
+
+    Attributes:
+        engine: the model.
+        tokenizer: its own.
+        options: of every call.
+        color: whether accepted drafts are green.
+    """
+
+    engine: layerskip.Engine
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]
+    color: bool
+
+    def both(self, prompt: Prompt) -> Answers:
+        """Shows the answers of both strategies to one prompt and returns what they were."""
+        plain, fast = self.show(prompt, "autoregressive"), self.show(prompt, "self_speculative")
+        identical = self.compare(prompt, plain.new_token_ids[0], fast.new_token_ids[0])
+        return Answers(plain.statistics, fast.statistics, identical)
+
+    def show(self, prompt: Prompt, strategy: str) -> layerskip.GenerationResult:
+        """Prints the answer to one prompt as it is settled and the speed below it, and returns its result."""
+        result = self._streamed(prompt, strategy)
+        figures = result.statistics
+        speed = figures.decode_tokens_per_second
+        line = f"{strategy}: " + ("a single token" if speed is None else f"{speed:.1f} tokens/s")
+        if figures.drafted:
+            line += f", {figures.accepted} of {figures.drafted} drafts accepted"
+        print(f"\n    ({line})\n", flush=True)
+        return result
+
+    def _streamed(self, prompt: Prompt, strategy: str) -> layerskip.GenerationResult:
+        """Prints an answer as it is settled and returns its result, which the last event carries."""
+        text = GrowingText(self.tokenizer)
+        events = self.engine.stream(prompt, strategy=strategy, **self.options)
+        while True:
+            event = next(events)
+            for piece in painted(event, text) if self.color else (event.text,):
+                print(piece, end="", flush=True)
+            if event.result is not None:
+                return event.result
+
+    def compare(self, prompt: Prompt, plain: list[int], speculative: list[int]) -> str:
+        """Returns whether the tokens of both strategies are the same, and if not, whether rounding explains it."""
+        difference = None
+        if plain != speculative:
+            again: Any = self.engine.generate(prompt, strategy="autoregressive", output_logits=True, **self.options)
+            difference = first_difference(plain, speculative, torch.cat(again.logits), self.engine.model.dtype)
+        if difference is None:
+            return "yes"
+        kind = "a near tie, settled by rounding" if difference.is_near_tie else "NOT explained by rounding"
+        return (
+            f"no: token {difference.position + 1} is {kind} (gap {difference.gap:.3g}, one unit {difference.unit:.3g})"
+        )
 
 
-def answer(engine: layerskip.Engine, prompt: Any, options: dict[str, Any], color: bool) -> Answers:
-    """Shows the answers of both strategies to one prompt and returns what they were."""
-    plain = show(engine, prompt, "autoregressive", options, color)
-    fast = show(engine, prompt, "self_speculative", options, color)
-    tokens = [result.sequences[0, -result.statistics.emitted :].tolist() for result in (plain, fast)]
-    return Answers(plain.statistics, fast.statistics, compare_tokens(engine, prompt, tokens[0], tokens[1], options))
-
-
-def compare_tokens(
-    engine: layerskip.Engine, prompt: Any, plain: list[int], speculative: list[int], options: dict[str, Any]
-) -> str:
-    """Returns whether the tokens of both strategies are the same, and if not, whether rounding explains it."""
-    if plain == speculative:
-        return "yes"
-    logits = engine.generate(prompt, strategy="autoregressive", output_logits=True, **options).logits
-    if logits is None:
-        raise RuntimeError("generate returned no logits.")
-    difference = first_difference(plain, speculative, torch.cat(logits), engine.model.dtype)
-    if difference is None:
-        raise RuntimeError("two runs of the same strategy gave different tokens.")
-    kind = "a near tie, settled by rounding" if difference.is_near_tie else "NOT explained by rounding"
-    return f"no: token {difference.position + 1} is {kind} (gap {difference.gap:.3g}, one unit {difference.unit:.3g})"
-
-
-def prompts_by_kind(engine: layerskip.Engine) -> dict[str, list[Any]]:
+def prompts_by_kind(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
     """Returns the prompts of each kind; without a chat template, each as the bare text of its user."""
-    commands: list[Any] = list(demo.COMMANDS)
-    if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+    commands: list[Prompt] = list(demo.COMMANDS)
+    if tokenizer.chat_template is None:
         commands = [user_text(messages) for messages in commands]
-    return {"commands": commands, "general": as_chat(GENERAL_PROMPTS, engine.tokenizer)}
+    return {"commands": commands, "general": as_chat(GENERAL_PROMPTS, tokenizer)}
 
 
-def user_text(prompt: Any) -> str:
+def user_text(prompt: Prompt) -> str:
     """Returns what the user says in a prompt."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
@@ -263,8 +306,11 @@ def run() -> None:
     check_arguments(arguments)
     color = use_color(arguments.color)
     engine = load(arguments)
+    if engine.tokenizer is None:
+        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no prompt can be read.")
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    prompts = prompts_by_kind(engine)
+    answerer = Answerer(engine, engine.tokenizer, options, color)
+    prompts = prompts_by_kind(engine.tokenizer)
     for strategy in ("autoregressive", "self_speculative"):
         # The first call pays for what later ones find ready.
         engine.generate(prompts["commands"][0], strategy=strategy, max_new_tokens=8, do_sample=False)
@@ -276,7 +322,7 @@ def run() -> None:
     for kind, of_kind in prompts.items():
         for number, prompt in enumerate(of_kind, start=1):
             print(f"[{kind} {number}/{len(of_kind)}] {user_text(prompt)}\n", flush=True)
-            answers[kind].append(answer(engine, prompt, options, color))
+            answers[kind].append(answerer.both(prompt))
     print_summary(answers)
     if arguments.output_dir is not None:
         print(f"\nThe trained adapters are in {arguments.output_dir}.")
@@ -298,36 +344,22 @@ def print_summary(answers: dict[str, list[Answers]]) -> None:
 
 def summarized(answers: Sequence[Answers]) -> dict[str, object]:
     """Returns the figures of some prompts together, by the name of their line."""
-    runs = [both.self_speculative for both in answers]
-    plain, fast = speed([both.autoregressive for both in answers]), speed(runs)
-    rounds, drafted = sum(run.rounds for run in runs), sum(run.drafted for run in runs)
+    plain = layerskip.Statistics.total([both.autoregressive for both in answers])
+    fast = layerskip.Statistics.total([both.self_speculative for both in answers])
+    speeds = plain.decode_tokens_per_second, fast.decode_tokens_per_second
     return {
-        "exit_layer": runs[0].exit_layer,
-        "num_draft_tokens": runs[0].num_draft_tokens,
-        "autoregressive tokens/s": plain,
-        "self_speculative tokens/s": fast,
-        "speed-up": fast / plain if plain and fast else None,
-        "draft_acceptance_rate": sum(run.accepted for run in runs) / drafted if drafted else None,
-        "mean_acceptance_length": sum(run.emitted - 1 for run in runs) / rounds if rounds else None,
-        "acceptance_by_position (mean)": " ".join(f"{rate:.2f}" for rate in mean_by_position(runs)[:4]) or None,
+        "exit_layer": fast.exit_layer,
+        "num_draft_tokens": fast.num_draft_tokens,
+        "autoregressive tokens/s": speeds[0],
+        "self_speculative tokens/s": speeds[1],
+        "speed-up": speeds[1] / speeds[0] if speeds[0] and speeds[1] else None,
+        "autoregressive early, late_layer_tokens": f"{plain.early_layer_tokens}, {plain.late_layer_tokens}",
+        "self_speculative early, late_layer_tokens": f"{fast.early_layer_tokens}, {fast.late_layer_tokens}",
+        "draft_acceptance_rate": fast.draft_acceptance_rate,
+        "mean_acceptance_length": fast.mean_acceptance_length,
+        "acceptance_by_position": " ".join(f"{rate:.2f}" for rate in fast.acceptance_by_position) or None,
         "identical answers": f"{sum(both.identical == 'yes' for both in answers)} of {len(answers)}",
     }
-
-
-def speed(runs: Sequence[layerskip.Statistics]) -> float | None:
-    """Returns the tokens a second of some runs together, prefill and its token left out."""
-    seconds = sum(sum(run.seconds.values()) - run.seconds["prefill"] for run in runs)
-    return sum(run.emitted - 1 for run in runs) / seconds if seconds else None
-
-
-def mean_by_position(runs: Sequence[layerskip.Statistics]) -> list[float]:
-    """Returns `acceptance_by_position` of some runs, each weighted by its rounds."""
-    rates = []
-    for position in range(max((len(run.acceptance_by_position) for run in runs), default=0)):
-        reached = [run for run in runs if len(run.acceptance_by_position) > position]
-        weighted = sum(run.acceptance_by_position[position] * run.rounds for run in reached)
-        rates.append(weighted / sum(run.rounds for run in reached))
-    return rates
 
 
 if __name__ == "__main__":

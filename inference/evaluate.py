@@ -3,14 +3,15 @@
     python inference/evaluate.py --model PATH_OR_ID --data rows.jsonl
     python inference/evaluate.py --model demo --data rows.jsonl --rows 100 --exit-layers 2,4 --num-draft-tokens 4,8
 
-A row has `prompt` (a string or a list of messages), and perhaps `completion` (what it should be answered with) and
-`category`; a string goes through the chat template where the tokenizer has one. All layers answer greedily. One more
-pass over prompts and answers gives each exit's choices, from which rounds are replayed for every draft length:
+A row has `prompt` (a string or a list of messages), and perhaps `completion` (what it should be answered with),
+`finish_reason` ("length" for a completion that does not end) and `category`; a string goes through the chat template
+where the tokenizer has one. All layers answer greedily. One more pass over prompts and answers gives each exit's
+choices, from which rounds are replayed for every draft length:
 
 - agreement: share of the answers' tokens, each first one left out, that the exit would have drafted;
 - acceptance_by_position: of the i-th draft, for the largest draft length;
 - mean_acceptance_length: tokens per round, for each draft length;
-- loss, perplexity: of the completions, which end with EOS; exact: answers that equal their completion.
+- loss, perplexity: of the completions, which end with EOS if they do end; exact: answers that equal their completion.
 
 With --draft-vocab-sizes exits are also measured with their choice restricted to the first of the checkpoint's
 draft_token_ids, or, where it has none, to the special tokens and the lowest ids; `coverage` is the share of the
@@ -22,21 +23,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from layerskip.comparison.own_answers import OwnAnswer, ReferenceSums, coverage, own_answers, reference_sums
-from layerskip.comparison.replay import replay
+from layerskip.comparison.evaluation import Evaluation, Row, evaluate
 from layerskip.comparison.table import format_table
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
-from layerskip.program import as_chat, load_engine, run_program
-from layerskip.prompt_file import Prompt, json_rows, prompts_of
-from layerskip.training.draft_vocabulary import draft_vocabulary
+from layerskip.program import answering_tokenizer, as_chat, load_engine, read_numbers, run_program
+from layerskip.prompt_file import json_rows, prompts_of
+from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,23 +65,6 @@ def parse_arguments() -> argparse.Namespace:
 # --- What is asked for ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the data, its prompt as it stands there."""
-
-    prompt: Prompt
-    completion: str | None
-    category: str | None
-
-
-def read_numbers(flag: str, text: str) -> list[int]:
-    """Returns the different numbers of a list such as 2,4, in rising order; raises ValueError for anything else."""
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise ValueError(f"{flag} {text!r} is not a list of numbers such as 2,4.") from None
-
-
 def read_rows(path: Path, limit: int | None) -> list[Row]:
     """Returns the rows of a .jsonl file, at most `limit`.
 
@@ -88,10 +77,11 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
     prompts = prompts_of(path)
     rows = []
     for prompt, (where, found) in zip(prompts, json_rows(path.read_bytes(), str(path)), strict=True):
-        for name in ("completion", "category"):
-            if not isinstance(found.get(name), str | None):
+        given = {name: found.get(name) for name in ("completion", "finish_reason", "category")}
+        for name, value in given.items():
+            if not isinstance(value, str | None):
                 raise ValueError(f"{where}: {name} is not a string.")
-        rows.append(Row(prompt, found.get("completion"), found.get("category")))
+        rows.append(Row(where, prompt, **given))
     return rows[:limit]
 
 
@@ -125,7 +115,9 @@ def choose_exit_layers(text: str | None, engine: Engine) -> list[int]:
     return exit_layers
 
 
-def draft_vocabularies(text: str | None, engine: Engine) -> dict[int | None, torch.Tensor | None]:
+def draft_vocabularies(
+    text: str | None, engine: Engine, tokenizer: PreTrainedTokenizerBase
+) -> dict[int | None, torch.Tensor | None]:
     """Returns the draft vocabularies by size, `(ids,)` each; first `None`, for all ids.
 
     Raises:
@@ -133,16 +125,10 @@ def draft_vocabularies(text: str | None, engine: Engine) -> dict[int | None, tor
     """
     if text is None:
         return {None: None}
-    sizes, ids, vocab_size = (
-        read_numbers("--draft-vocab-sizes", text),
-        engine.draft_token_ids,
-        engine.layered.vocab_size,
-    )
+    sizes, ids = read_numbers("--draft-vocab-sizes", text), engine.draft_token_ids
     if ids is None:
-        tokenizer: Any = engine.tokenizer
-        ends = engine.model.generation_config.eos_token_id
-        kept = [*(ends if isinstance(ends, list) else [ends]), *tokenizer.all_special_ids]
-        ids = draft_vocabulary([], vocab_size, kept, vocab_size)
+        vocab_size = engine.layered.vocab_size
+        ids = draft_vocabulary([], vocab_size, kept_token_ids(engine.model, tokenizer), vocab_size)
     for size in sizes:
         if not 1 <= size <= len(ids):
             raise ValueError(f"--draft-vocab-sizes {size} is out of range; allowed are 1 to {len(ids)}, all there are.")
@@ -150,81 +136,6 @@ def draft_vocabularies(text: str | None, engine: Engine) -> dict[int | None, tor
 
 
 # --- What comes out ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Rows with their answers, and how they are summed up.
-
-    Attributes:
-        rows: the data.
-        answers: one for each row.
-        references: losses on the rows that have a completion, in their order; `None` where none has.
-        exit_layers: the exits.
-        vocabularies: as from `draft_vocabularies`, in the order of the answers' matches.
-        num_draft_tokens: draft lengths, in rising order.
-        max_new_tokens: the budget of the answers.
-    """
-
-    rows: list[Row]
-    answers: list[OwnAnswer]
-    references: ReferenceSums | None
-    exit_layers: list[int]
-    vocabularies: dict[int | None, torch.Tensor | None]
-    num_draft_tokens: list[int]
-    max_new_tokens: int
-
-    def is_exact(self, index: int) -> bool | None:
-        """Returns whether a row's answer is its completion, but for blanks at its ends; `None` without a completion."""
-        completion = self.rows[index].completion
-        return None if completion is None else completion.strip() == (self.answers[index].text or "").strip()
-
-    def summary(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Returns the figures of some rows, as JSON takes them."""
-        answers = [self.answers[index] for index in indices]
-        with_completion = [index for index, row in enumerate(self.rows) if row.completion is not None]
-        chosen = set(indices)
-        places = [place for place, index in enumerate(with_completion) if index in chosen]
-        losses = self.references.metrics(places) if self.references is not None and places else {}
-        return {
-            "rows": len(answers),
-            "new_tokens": sum(len(answer.token_ids) for answer in answers),
-            "finished": sum(answer.finish_reason == "stop" for answer in answers),
-            "completions": len(places),
-            "exact": sum(bool(self.is_exact(index)) for index in indices) if places else None,
-            "loss": losses.get("loss"),
-            "perplexity": losses.get("perplexity"),
-            "exits": [
-                self._exit(answers, exit_layer, column, size, ids, losses)
-                for column, (size, ids) in enumerate(self.vocabularies.items())
-                for exit_layer in self.exit_layers
-            ],
-        }
-
-    def _exit(
-        self,
-        answers: Sequence[OwnAnswer],
-        exit_layer: int,
-        column: int,
-        size: int | None,
-        ids: torch.Tensor | None,
-        losses: dict[str, float],
-    ) -> dict[str, Any]:
-        rows = [answer.matches[exit_layer][column] for answer in answers]
-        flags = [flag for row in rows for flag in row]
-        replays = [replay(rows, drafts, self.max_new_tokens) for drafts in self.num_draft_tokens]
-        whole = ids is None
-        return {
-            "exit_layer": exit_layer,
-            "draft_vocab_size": size,
-            "coverage": None if ids is None else coverage(answers, ids),
-            "agreement": sum(flags) / len(flags) if flags else None,
-            "loss": losses.get(f"loss_exit_{exit_layer}") if whole else None,
-            "perplexity": losses.get(f"perplexity_exit_{exit_layer}") if whole else None,
-            "mean_acceptance_length": {str(made.num_draft_tokens): made.mean_acceptance_length for made in replays},
-            "draft_acceptance_rate": {str(made.num_draft_tokens): made.draft_acceptance_rate for made in replays},
-            "acceptance_by_position": list(replays[-1].acceptance_by_position),
-        }
 
 
 def print_summary(title: str, summary: dict[str, Any], num_draft_tokens: Sequence[int]) -> None:
@@ -250,56 +161,33 @@ def print_summary(title: str, summary: dict[str, Any], num_draft_tokens: Sequenc
     print(format_table(header, table), flush=True)
 
 
-def write_answers(path: Path, evaluation: Evaluation) -> None:
-    """Writes each row's prompt, completion and category, where it has them, with its answer."""
-    with path.open("w", encoding="utf-8") as file:
-        for index, (row, answer) in enumerate(zip(evaluation.rows, evaluation.answers, strict=True)):
-            fields = {
-                "prompt": row.prompt,
-                "completion": row.completion,
-                "category": row.category,
-                "answer": answer.text,
-                "finish_reason": answer.finish_reason,
-                "exact": evaluation.is_exact(index),
-            }
-            given = {name: value for name, value in fields.items() if value is not None}
-            file.write(json.dumps(given, ensure_ascii=False) + "\n")
+@contextmanager
+def answers_file(path: Path | None) -> Iterator[TextIO | None]:
+    """Opens the new file of --answers, and removes it where the block fails; `None` without one."""
+    if path is None:
+        yield None
+        return
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            yield file
+        except BaseException:
+            path.unlink()
+            raise
 
 
-def evaluate(arguments: argparse.Namespace, rows: list[Row], num_draft_tokens: list[int]) -> Evaluation:
-    """Loads the model, checks what depends on it, and runs it.
-
-    Raises:
-        ValueError: a model without tokenizer or EOS token, numbers that do not fit it, or rows it cannot take.
-    """
-    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    if engine.tokenizer is None:
-        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no text can be read or written.")
-    if engine.tokenizer.eos_token_id is None or engine.model.generation_config.eos_token_id is None:
-        raise ValueError(
-            f"--model {arguments.model} has no EOS token, with which an answer ends, in its tokenizer or in its "
-            "generation_config.json; set eos_token or eos_token_id there."
-        )
-    exit_layers = choose_exit_layers(arguments.exit_layers, engine)
-    vocabularies = draft_vocabularies(arguments.draft_vocab_sizes, engine)
-    asked = [as_chat([row.prompt], engine.tokenizer)[0] if isinstance(row.prompt, str) else row.prompt for row in rows]
-    wanted = [
-        {"prompt": prompt, "completion": row.completion}
-        for prompt, row in zip(asked, rows, strict=True)
-        if row.completion is not None
-    ]
-    return Evaluation(
-        rows=rows,
-        # Losses first, since they take less time and tell about rows that are no good.
-        references=reference_sums(engine, wanted, exit_layers, arguments.batch_size) if wanted else None,
-        answers=own_answers(
-            engine, asked, exit_layers, arguments.max_new_tokens, arguments.batch_size, list(vocabularies.values())
-        ),
-        exit_layers=exit_layers,
-        vocabularies=vocabularies,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=arguments.max_new_tokens,
-    )
+def write_answers(file: TextIO, evaluation: Evaluation) -> None:
+    """Writes each row's prompt as it was asked, its completion and category, where it has them, with its answer."""
+    for index, (row, answer) in enumerate(zip(evaluation.rows, evaluation.answers, strict=True)):
+        fields = {
+            "prompt": row.prompt,
+            "completion": row.completion,
+            "category": row.category,
+            "answer": answer.text,
+            "finish_reason": answer.finish_reason,
+            "exact": evaluation.is_exact(index),
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        file.write(json.dumps(given, ensure_ascii=False) + "\n")
 
 
 def run() -> None:
@@ -310,16 +198,27 @@ def run() -> None:
     for drafts in num_draft_tokens:
         check_num_draft_tokens(drafts)
     rows = read_rows(arguments.data, arguments.rows)
-    evaluation = evaluate(arguments, rows, num_draft_tokens)
-    if arguments.answers is not None:
-        write_answers(arguments.answers, evaluation)
-    summary = evaluation.summary(range(len(rows)))
+    with answers_file(arguments.answers) as file:
+        engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=arguments.device)
+        tokenizer = answering_tokenizer(engine, arguments.model)
+        exit_layers = choose_exit_layers(arguments.exit_layers, engine)
+        vocabularies = draft_vocabularies(arguments.draft_vocab_sizes, engine, tokenizer)
+        asked = as_chat([row.prompt for row in rows], tokenizer)
+        evaluation = evaluate(
+            engine,
+            [replace(row, prompt=prompt) for row, prompt in zip(rows, asked, strict=True)],
+            exit_layers,
+            vocabularies,
+            num_draft_tokens,
+            arguments.max_new_tokens,
+            arguments.batch_size,
+        )
+        if file is not None:
+            write_answers(file, evaluation)
+    summary, categories = evaluation.summary(), evaluation.by_category()
     print_summary("All rows", summary, num_draft_tokens)
-    categories = {}
-    for category in sorted({row.category for row in rows if row.category is not None}):
-        indices = [index for index, row in enumerate(rows) if row.category == category]
-        categories[category] = evaluation.summary(indices)
-        print_summary(category, categories[category], num_draft_tokens)
+    for category, figures in categories.items():
+        print_summary(category, figures, num_draft_tokens)
     settings = {
         "model": arguments.model,
         "data": str(arguments.data),

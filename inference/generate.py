@@ -19,6 +19,8 @@ from typing import Any
 from layerskip.program import as_chat, load_engine, run_program
 from layerskip.prompt_file import prompts_of
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's arguments."""
@@ -49,12 +51,10 @@ def run() -> None:
     """Loads the model and answers every prompt."""
     arguments = parse_arguments()
     texts: list[Any] = arguments.prompt or prompts_of(arguments.prompts)
-    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=arguments.device)
     if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
         raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
-    prompts = [
-        as_chat([text], engine.tokenizer)[0] if arguments.chat and isinstance(text, str) else text for text in texts
-    ]
+    prompts = as_chat(texts, engine.tokenizer) if arguments.chat else texts
     options: dict[str, Any] = {
         "strategy": arguments.strategy,
         "exit_layer": arguments.exit_layer,
@@ -74,7 +74,7 @@ def run() -> None:
             answer = {
                 "prompt": text,
                 "text": None if result.texts is None else result.texts[0],
-                "token_ids": result.sequences[0, -result.statistics.emitted :].tolist(),
+                "token_ids": result.new_token_ids[0],
                 "finish_reason": result.finish_reasons[0],
                 "statistics": result.statistics.to_dict(),
             }

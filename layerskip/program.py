@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from layerskip.decoding.engine import Engine
+    from layerskip.prompt_file import Prompt
 
 # The demo's adapters in a checkout; they are no part of the installed package.
 DIFFERENCE = "inference/checkpoints/smollm2-135m-commands"
@@ -33,12 +34,13 @@ def run_program(run: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def load_engine(model: str, **options: Any) -> Engine:
+def load_engine(model: str, checkout: Path, **options: Any) -> Engine:
     """Returns an engine for what `--model` names; the demo model is fetched first where it is missing.
 
     Args:
         model: a local folder, a hub id, `demo` (the demo model with the checkout's adapters) or `demo-base` (the demo
             model alone).
+        checkout: root of the checkout whose program is running.
         **options: of `layerskip.load`.
 
     Raises:
@@ -48,7 +50,7 @@ def load_engine(model: str, **options: Any) -> Engine:
     from layerskip.decoding.engine import load
 
     if model == "demo":
-        return demo.load(difference_folder(), **options)
+        return demo.load(difference_folder(checkout), **options)
     return load(model_path(model), **options)
 
 
@@ -67,13 +69,13 @@ def model_path(model: str) -> str:
     return str(demo.fetch()) if model == "demo-base" else model
 
 
-def difference_folder() -> Path:
-    """Returns the folder of the demo's adapters in the checkout whose program is running.
+def difference_folder(checkout: Path) -> Path:
+    """Returns the folder of the demo's adapters in a checkout.
 
     Raises:
         ValueError: there is no such folder.
     """
-    folder = Path(sys.argv[0]).resolve().parents[1] / DIFFERENCE
+    folder = checkout / DIFFERENCE
     if not folder.is_dir():
         raise ValueError(
             f"model 'demo' needs the adapters in {folder}, which are not there. Run the program from a whole checkout, "
@@ -82,8 +84,37 @@ def difference_folder() -> Path:
     return folder
 
 
-def as_chat(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
-    """Returns each text as a user's message where the tokenizer has a chat template, else as it stands."""
+def answering_tokenizer(engine: Engine, model: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of an engine whose answers are to end, for what `--model` names.
+
+    Raises:
+        ValueError: no tokenizer, or no EOS token in it or in the model's generation configuration.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"--model {model} has no tokenizer, without which no text can be read or written.")
+    if tokenizer.eos_token_id is None or engine.model.generation_config.eos_token_id is None:
+        raise ValueError(
+            f"--model {model} has no EOS token, with which an answer ends, in its tokenizer or in its "
+            "generation_config.json; set eos_token or eos_token_id there."
+        )
+    return tokenizer
+
+
+def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
+    """Returns each string as a user's message where the tokenizer has a chat template; all else as it stands."""
     if tokenizer is None or tokenizer.chat_template is None:
-        return list(texts)
-    return [[{"role": "user", "content": text}] for text in texts]
+        return list(prompts)
+    return [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def read_numbers(flag: str, text: str) -> list[int]:
+    """Returns the different numbers of a list such as 6,12, in rising order.
+
+    Raises:
+        ValueError: anything else; it names the flag.
+    """
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"{flag} {text!r} is not a list of numbers such as 6,12.") from None

@@ -164,6 +164,55 @@ def test_strings_go_through_the_chat_template_and_messages_stay(chatting: str, t
     assert written == [own_text("w7 w44 w3 w8")] * 2
 
 
+def test_an_answer_that_was_cut_has_no_end_to_predict(checkpoint: str, tmp_path: Path, run: Runner) -> None:
+    """Rows as generate_data.py writes them: their losses are those of rows whose EOS does not count."""
+    row = {"prompt": "w1 w5", "completion": "w9 w3 w4"}
+    options = ["--max-new-tokens", 4, "--exit-layers", "2"]
+    found = {}
+    for reason in ("stop", "length"):
+        data = write(tmp_path, [{**row, "finish_reason": reason}])
+        found[reason], _ = run("evaluate.py", "--model", checkpoint, "--data", data, *options)
+    with torch.no_grad():
+        logits = kit.mixed()(torch.tensor([[1, 5, 9, 3, 4]])).logits[0]
+    for reason, answer in (("stop", [9, 3, 4, EOS]), ("length", [9, 3, 4])):
+        loss = torch.nn.functional.cross_entropy(logits[1 : 1 + len(answer)], torch.tensor(answer))
+        assert found[reason]["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_row_that_is_too_long_is_named_and_no_file_of_answers_stays(
+    tmp_path: Path, run: Runner, checkpoint: str
+) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, max_position_embeddings=16)
+    data = write(tmp_path, [{"prompt": "w1"}, {"prompt": "w1 w2", "completion": " ".join(["w3"] * 14)}])
+    options = ["--data", data, "--exit-layers", "2", "--answers", tmp_path / "answers.jsonl"]
+    assert run.status("evaluate.py", "--model", folder, *options) == 2
+    message = f"row 2 of {data}: prompt and completion have 17 tokens, but the model has 16 positions"
+    assert message in run.capsys.readouterr().err
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_answers_that_cannot_be_written_are_told_before_the_work(
+    checkpoint: str, tmp_path: Path, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path, [{"prompt": "w1"}])
+    opened = Path.open
+
+    def refusing(path: Path, mode: str = "r", **options: Any) -> Any:
+        if path.name == "answers.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, **options)
+
+    def unexpected(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("no model may be loaded")
+
+    monkeypatch.setattr(Path, "open", refusing)
+    monkeypatch.setattr("layerskip.decoding.engine.load", unexpected)
+    options = ["--data", data, "--exit-layers", "2", "--answers", tmp_path / "answers.jsonl"]
+    assert run.status("evaluate.py", "--model", checkpoint, *options) == 2
+    assert "Permission denied" in run.capsys.readouterr().err
+
+
 MISTAKES = [
     (["--data", "nothing.jsonl"], "nothing.jsonl"),
     (["--data", "rows.txt"], "allowed is .jsonl"),
@@ -193,13 +242,13 @@ def test_mistakes_end_the_program_with_one_line(
     assert message in last
 
 
-@pytest.mark.parametrize("row", [{"prompt": "w1", "completion": 3}, {"prompt": "w1", "category": ["a"]}])
+@pytest.mark.parametrize("part", [{"completion": 3}, {"category": ["a"]}, {"finish_reason": True}])
 def test_parts_of_another_type_are_named_with_their_row(
-    chatting: str, row: dict[str, Any], tmp_path: Path, run: Runner
+    chatting: str, part: dict[str, Any], tmp_path: Path, run: Runner
 ) -> None:
-    data = write(tmp_path, [{"prompt": "w1"}, row])
+    data = write(tmp_path, [{"prompt": "w1"}, {"prompt": "w1", **part}])
     assert run.status("evaluate.py", "--model", chatting, "--data", data, "--exit-layers", "2") == 2
-    assert f"row 2 of {data}: {list(row)[1]} is not a string" in run.capsys.readouterr().err
+    assert f"row 2 of {data}: {next(iter(part))} is not a string" in run.capsys.readouterr().err
 
 
 def test_a_benchmark_stops_at_eos_and_counts_what_rounds_cost(checkpoint: str, tmp_path: Path, run: Runner) -> None:
@@ -217,3 +266,18 @@ def test_a_benchmark_stops_at_eos_and_counts_what_rounds_cost(checkpoint: str, t
     tokens = sum(len(own_tokens(prompt)) + len(prompt.split()) - 1 for prompt in PROMPTS)
     assert found["arms"][0]["layer_tokens"] == kit.NUM_LAYERS * tokens
     assert "verify_cost" in shown
+
+
+def test_a_benchmark_says_how_many_ids_its_engine_drafts_from(tmp_path: Path, run: Runner) -> None:
+    """The checkpoint's number, which the command line may change; transformers drafts with the full head."""
+    folder = tmp_path / "model"
+    save_model(folder, layerskip={"format": 1, "draft_vocab_size": 20})
+    write_draft_token_ids(folder, torch.arange(40))
+    data = write(tmp_path, [{"prompt": "w44 w3"}])
+    options = ["--model", folder, "--prompts", data, "--exit-layers", "2", "--repeats", 1, "--max-new-tokens", 4]
+    for more, size in (([], 20), (["--draft-vocab-size", 5], 5), (["--draft-vocab-size", kit.VOCAB], None)):
+        found, _ = run("benchmark.py", *options, "--hf-early-exit", *more)
+        assert [arm["draft_vocab_size"] for arm in found["arms"]] == [None, None, size, None]
+        shares = [arm["outside_share"] for arm in found["arms"]]
+        assert (shares[2] is None) == (size is not None)
+        assert shares[0] is not None

@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from layerskip import demo, program
 from layerskip.prompt_file import read_lines
+from layerskip.training.recipe import read_recipe
 from tests import kit
 from tests.test_demo import save_adapters
 
@@ -94,11 +96,14 @@ MISTAKES = [
     ("demo.py", ["--exit-layer", "9"], "exit_layer=9 is out of range"),
     ("demo.py", ["--max-new-tokens", "0"], "--max-new-tokens 0 is out of range"),
     ("demo.py", ["--output-dir", "runs"], "--output-dir runs is for a run of --train-minutes"),
+    ("demo.py", ["--recipe", "recipe.yaml"], "--recipe recipe.yaml is for a run of --train-minutes"),
     ("demo.py", ["--train-minutes", "0"], "--train-minutes 0 is out of range"),
     ("demo.py", ["--train-minutes", "nan"], "--train-minutes nan is out of range"),
     ("demo.py", ["--train-minutes", "1"], "do not go together, since the recipe names the model"),
     ("benchmark.py", ["--exit-layers", "1,x"], "--exit-layers '1,x'"),
     ("benchmark.py", ["--exit-layers", "9"], "exit_layer=9 is out of range"),
+    ("benchmark.py", ["--exit-layers", "2", "--draft-vocab-size", "8"], "draft_vocab_size=8 is out of range"),
+    ("benchmark.py", ["--exit-layers", "2", "--prompts", "prompts.csv"], "allowed are .txt and .jsonl"),
     ("benchmark.py", ["--exit-layers", "2", "--repeats", "0"], "repeats=0"),
     ("benchmark.py", ["--exit-layers", "2", "--max-new-tokens", "1"], "max_new_tokens=1"),
 ]
@@ -143,8 +148,19 @@ def test_demo_answers_every_prompt_twice_and_compares(
     assert figures["exit_layer"] == ["3", "3"]
     assert figures["num_draft_tokens"] == ["4", "4"]
     assert all(float(length) > 1.0 for length in figures["mean_acceptance_length"])
-    first = [float(rates.split()[0]) for rates in figures["acceptance_by_position (mean)"]]
-    assert all(0.0 < rate <= 1.0 for rate in first)
+    rates = [[float(rate) for rate in column.split()] for column in figures["acceptance_by_position"]]
+    assert all(len(column) == 4 and 0.0 < column[0] <= 1.0 for column in rates)
+    plain, fast = (
+        [tuple(map(int, column.split(", "))) for column in figures[f"{strategy} early, late_layer_tokens"]]
+        for strategy in ("autoregressive", "self_speculative")
+    )
+    # A prompt of as many tokens as words, and 12 tokens of which the last is not processed.
+    words = [
+        sum(len(prompt[-1]["content"].split()) + 11 for prompt in demo.COMMANDS),
+        sum(len(prompt.split()) + 11 for prompt in demo.PROMPTS[:3]),
+    ]
+    assert plain == [(tokens, tokens) for tokens in words]
+    assert all(early == late > tokens for (early, late), tokens in zip(fast, words, strict=True))
     assert figures["identical answers"] == ["6 of 6", "3 of 3"]
 
 
@@ -158,6 +174,39 @@ def test_both_answers_are_the_text_of_the_model(
     assert len(question.split()) == 8
     shown = plain[plain.index(question) : plain.index("[commands 2/6]")].splitlines()
     assert shown.count(answer) == 2
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "cuda", "options", "dtype"),
+    [
+        (2.5, False, [], "float32"),
+        (1.0, False, [], "auto"),
+        (2.5, True, [], "auto"),
+        (2.5, False, ["--dtype", "bfloat16"], "bfloat16"),
+    ],
+)
+def test_demo_takes_float32_where_bfloat16_is_slower(
+    checkpoint: str,
+    slowdown: float,
+    cuda: bool,
+    options: list[str],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen = []
+
+    def stop(path: str, **options: Any) -> None:
+        seen.append(options["dtype"])
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr("layerskip.comparison.dtype_speed.bfloat16_slowdown", lambda: slowdown)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr("layerskip.decoding.engine.load", stop)
+    assert run(monkeypatch, "demo.py", "--model", checkpoint, *options) == 2
+    assert seen == [dtype]
+    line = "float32: on this CPU 8 rows take 2.5 times as long in bfloat16."
+    assert (line in capsys.readouterr().out) == (dtype == "float32")
 
 
 @pytest.mark.parametrize(
@@ -266,8 +315,8 @@ def test_the_demo_with_its_adapters_is_not_trained_further_by_name(
         assert "train from demo-base; to go on from adapters use lora.continue_from" in capsys.readouterr().err
 
 
-def write_recipe(path: Path, model: str, **lora: object) -> None:
-    """Writes a recipe for adapters on a tiny model, of two steps at most."""
+def write_recipe(path: Path, model: str = "demo-base", **lora: object) -> None:
+    """Writes a recipe for adapters on a tiny model, of two steps at most, which trains exits 1 and 2."""
     written = {
         "model": model,
         "data": {"train": "nowhere.jsonl", "eval": "nowhere.jsonl"},
@@ -287,10 +336,13 @@ def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     tokenizer.add_special_tokens({"eos_token": "w1", "pad_token": "w1"})
     turns = "{% for message in messages %}w2 {{ message['content'] }} {% endfor %}"
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}w3 {% endif %}"
-    kit.mixed().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(demo, "fetch", lambda: tmp_path / "model")
-    return str(tmp_path / "model")
+    # Where a program that is started by another one looks for it as well.
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
+    folder = tmp_path / "smollm2-135m-instruct"
+    kit.mixed().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert demo.fetch() == folder
+    return str(folder)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -302,7 +354,7 @@ def test_demo_trains_and_shows_what_came_out(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write_recipe(tmp_path / "recipe.yaml", chatting)
+    write_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     options = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), "--max-new-tokens", "4"]
@@ -324,7 +376,7 @@ def test_a_training_that_fails_ends_the_demo_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write_recipe(tmp_path / "recipe.yaml", chatting, targets=["nothing"])
+    write_recipe(tmp_path / "recipe.yaml", targets=["nothing"])
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     options = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), "--exit-layer", "1"]
@@ -336,8 +388,11 @@ def test_a_training_that_fails_ends_the_demo_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("options", "lora", "message"),
+    ("options", "changes", "message"),
     [
+        ([], {"model": "other"}, "has model: other; --train-minutes trains demo-base"),
+        (["--exit-layer", "3", "--num-draft-tokens", "2"], {}, "exit_layer=3 is not trained by --recipe"),
+        (["--exit-layer", "3", "--num-draft-tokens", "2"], {}, "pass as --exit-layer one of 1, 2,"),
         (["--exit-layer", "9", "--num-draft-tokens", "2"], {}, "exit_layer=9 is out of range"),
         (["--exit-layer", "1", "--num-draft-tokens", "0"], {}, "num_draft_tokens=0 is out of range"),
         (["--exit-layer", "1"], {}, "needs the adapters in"),
@@ -350,18 +405,34 @@ def test_mistakes_are_found_before_training(
     chatting: str,
     bare_checkout: Path,
     options: list[str],
-    lora: dict[str, object],
+    changes: dict[str, Any],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_recipe(tmp_path / "recipe.yaml", chatting, **lora)
+    write_recipe(tmp_path / "recipe.yaml", **changes)
     arguments = ["--train-minutes", "1", "--recipe", str(tmp_path / "recipe.yaml"), *options]
     assert run(monkeypatch, "demo.py", *arguments, checkout=bare_checkout) == 2
     output = capsys.readouterr()
     assert message in output.err.splitlines()[-1]
-    assert "Training" not in output.out
+    assert "Writing" not in output.out
+
+
+def test_the_demo_says_which_keys_of_a_recipe_it_replaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo.py", "--help") == 0
+    shown = capsys.readouterr().out
+    assert [
+        key for key in ("data.train", "data.eval", "max_minutes", "trainer.save_strategy") if key not in shown
+    ] == []
+
+
+def test_the_recipe_of_the_demo_is_one_that_it_can_follow() -> None:
+    recipe = read_recipe(ROOT / "configs" / "smollm2-135m-commands.yaml")
+    assert recipe.model == "demo-base"
+    assert recipe.lora is not None and not recipe.lora.merge
 
 
 # Other programs
@@ -382,6 +453,18 @@ def test_benchmark_prints_a_table_and_ends_with_json(
     plain, generate = summary["arms"][:2]
     assert plain["layer_tokens"] == generate["layer_tokens"]
     assert any(line.split()[:1] == ["hf_generate"] for line in lines)
+
+
+def test_only_strings_become_messages() -> None:
+    tokenizer = kit.word_tokenizer()
+    messages = [{"role": "user", "content": "w2"}]
+    assert program.as_chat(["w1", messages], tokenizer) == ["w1", messages]
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert program.as_chat(["w1", messages], tokenizer) == [[{"role": "user", "content": "w1"}], messages]
+
+
+def test_numbers_of_a_list_are_told_once_and_in_rising_order() -> None:
+    assert program.read_numbers("--exit-layers", "12, 6,12") == [6, 12]
 
 
 def test_a_mark_before_the_first_prompt_of_a_file_is_dropped(tmp_path: Path) -> None:

@@ -35,12 +35,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 import layerskip
-from layerskip.decoding.prompts import read_prompts
-from layerskip.program import as_chat, load_engine, run_program
+from layerskip.decoding.prompts import longest_first, read_prompts
+from layerskip.program import answering_tokenizer, as_chat, load_engine, run_program
 from layerskip.prompt_file import Prompt, json_rows, prompts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,7 +77,7 @@ def with_chat(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, chat: b
     if chat and tokenizer.chat_template is None:
         raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
     if chat is not False:
-        return [as_chat([prompt], tokenizer)[0] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return as_chat(prompts, tokenizer)
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("--no-chat was given, but some prompts are messages, which need a chat template.")
     return prompts
@@ -130,17 +132,6 @@ def _key(prompt: Prompt) -> str:
 # --- Answers ---------------------------------------------------------------------------------------------------------
 
 
-def longest_first(prompts: list[Prompt], engine: layerskip.Engine) -> list[Prompt]:
-    """Returns the prompts by falling length in tokens: little padding in a batch, and what does not fit is told first.
-
-    Raises:
-        ValueError: a prompt that cannot be tokenised.
-    """
-    rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
-    order = sorted(range(len(prompts)), key=lambda index: -len(rows[index]))
-    return [prompts[index] for index in order]
-
-
 @dataclass(frozen=True)
 class Answer:
     """A row, the number of its answer's tokens, and whether training will see these."""
@@ -185,15 +176,15 @@ def answer(engine: layerskip.Engine, prompts: list[Prompt], max_new_tokens: int)
     """Returns the model's answers to one batch of prompts."""
     tokenizer: Any = engine.tokenizer
     result = engine.generate(prompts, strategy="autoregressive", do_sample=False, max_new_tokens=max_new_tokens)
-    counts = [row.emitted for row in result.statistics.per_row]
-    new_tokens = result.sequences[:, -max(counts) :].tolist()
     answers = []
-    for index, (text, finish_reason) in enumerate(zip(result.texts or [], result.finish_reasons, strict=True)):
+    for prompt, text, finish_reason, chosen in zip(
+        prompts, result.texts or [], result.finish_reasons, result.new_token_ids, strict=True
+    ):
         seen = tokenizer(text, add_special_tokens=False)["input_ids"]
         if finish_reason == "stop":
             seen = [*seen, tokenizer.eos_token_id]
-        row = {"prompt": prompts[index], "completion": text, "finish_reason": finish_reason}
-        answers.append(Answer(row, counts[index], seen == new_tokens[index][: counts[index]]))
+        row = {"prompt": prompt, "completion": text, "finish_reason": finish_reason}
+        answers.append(Answer(row, len(chosen), seen == chosen))
     return answers
 
 
@@ -221,17 +212,13 @@ def run() -> None:
         raise ValueError(f"--batch-size {arguments.batch_size} is out of range; allowed are integers from 1 on.")
     prompts = prompts_of(arguments.prompts)
     answered = check_output(arguments.out, arguments.resume)
-    engine = load_engine(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    if engine.tokenizer is None:
-        raise ValueError(f"--model {arguments.model} has no tokenizer, without which no text can be read or written.")
-    if engine.tokenizer.eos_token_id is None or engine.model.generation_config.eos_token_id is None:
-        raise ValueError(
-            f"--model {arguments.model} has no EOS token, with which an answer ends, in its tokenizer or in its "
-            "generation_config.json; set eos_token or eos_token_id there."
-        )
-    asked = with_chat(prompts, engine.tokenizer, arguments.chat)
+    engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=arguments.device)
+    tokenizer = answering_tokenizer(engine, arguments.model)
+    asked = with_chat(prompts, tokenizer, arguments.chat)
     left = without(asked, answered)
-    left = longest_first(left, engine) if left else []
+    if left:
+        rows = read_prompts(left, tokenizer, None, engine.layered.vocab_size).rows
+        left = [left[index] for index in longest_first(rows)]
     if arguments.out.exists():
         os.truncate(arguments.out, len(_whole_lines(arguments.out)))
     report = generate_data(engine, left, arguments)

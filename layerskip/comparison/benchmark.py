@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
+from layerskip.decoding.plan import Wishes
 from layerskip.decoding.statistics import Statistics
 from layerskip.model.layered import LayeredModel
 
@@ -45,12 +46,14 @@ class Arm:
         generate: a function from prompt ids `(1, tokens)` and a number of new tokens to a `Run`.
         exit_layer: E, where it has one.
         num_draft_tokens: γ, where it drafts.
+        draft_vocab_size: how many token ids it drafts from; `None` where it drafts with the full head or not at all.
     """
 
     name: str
     generate: Callable[[torch.Tensor, int], Run]
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
+    draft_vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Measurement:
     """What was measured for one arm.
 
     Attributes:
-        name, exit_layer, num_draft_tokens: the arm's.
+        name, exit_layer, num_draft_tokens, draft_vocab_size: the arm's.
         decode_tokens_per_second: after the first token, the median over repeats of all prompts together.
         lowest, highest: the same, slowest and fastest repeat.
         ratio: its speed over the first arm's: the median of the ratios of each repeat, since both drift together.
@@ -101,7 +104,8 @@ class Measurement:
         same_as_first: prompts for which every token is the first arm's.
         outside_share: share of the time after the first token that is spent outside the calls of embedding, layers,
             norm and head, on the first prompt; `None` for an arm that hands out several tokens at first, whose
-            prefill cannot be told from its first round.
+            prefill cannot be told from its first round, and with a draft vocabulary, whose rows of the head are
+            multiplied outside its module.
         c, verify_cost, predicted: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
             or drafts nothing.
     """
@@ -109,6 +113,7 @@ class Measurement:
     name: str
     exit_layer: int | None
     num_draft_tokens: int | None
+    draft_vocab_size: int | None
     decode_tokens_per_second: float
     lowest: float
     highest: float
@@ -168,26 +173,48 @@ def transformers_arm(
     return Arm(name, generate, arm.exit_layer if arm else None, arm.num_draft_tokens if arm else None)
 
 
-def engine_arm(name: str, engine: Engine, *, stop_at_eos: bool = False, **options: Any) -> Arm:
-    """Returns the arm that calls `Engine.generate` greedily with these options.
+def engine_arm(
+    name: str,
+    engine: Engine,
+    *,
+    stop_at_eos: bool = False,
+    strategy: str = "self_speculative",
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> Arm:
+    """Returns the arm that calls `Engine.generate` greedily.
 
     Args:
         name: what it is called.
-        engine: whose model it is.
+        engine: whose model and draft vocabulary it has.
         stop_at_eos: whether the model's end-of-sequence tokens end an answer.
-        options: of `Engine.generate`.
+        strategy: of `Engine.generate`.
+        exit_layer: likewise.
+        num_draft_tokens: likewise.
+
+    Raises:
+        TypeError, ValueError: what `Engine.plan` refuses.
     """
-    settings = {"do_sample": False, **({} if stop_at_eos else {"eos_token_id": None}), **options}
+    plan = engine.plan(strategy, Wishes(exit_layer, num_draft_tokens))
+    settings: dict[str, Any] = {"do_sample": False} if stop_at_eos else {"do_sample": False, "eos_token_id": None}
 
     def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
-        result = engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
+        result = engine.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            strategy=strategy,
+            exit_layer=exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            **settings,
+        )
         seconds = time.perf_counter() - begin
         prefill = result.statistics.seconds["prefill"]
-        tokens = result.sequences[0, ids.shape[1] :].tolist()
+        tokens = result.new_token_ids[0]
         return Run(tokens, len(tokens) - 1, prefill, seconds - prefill, result.statistics)
 
-    return Arm(name, generate, options.get("exit_layer"), options.get("num_draft_tokens"))
+    return Arm(name, generate, plan.exit_layer, plan.num_draft_tokens, plan.draft_vocab_size)
 
 
 def measure(
@@ -217,7 +244,8 @@ def measure(
             if all(len(answer) == 1 for answer in tokens[-1]):
                 raise ValueError(f"every answer of {arm.name} ends with its first token; pass other prompts.")
             work.append(counted[0])
-            outside.append(share_outside_modules(model, arm, prompts[0], max_new_tokens))
+            is_trimmed = arm.draft_vocab_size is not None
+            outside.append(None if is_trimmed else share_outside_modules(model, arm, prompts[0], max_new_tokens))
         same = [sum(ours == first for ours, first in zip(mine, tokens[0], strict=True)) for mine in tokens]
         progress.set_description("measuring")
         speeds: list[list[float]] = [[] for _ in arms]
@@ -238,6 +266,7 @@ def measure(
                     name=arm.name,
                     exit_layer=arm.exit_layer,
                     num_draft_tokens=arm.num_draft_tokens,
+                    draft_vocab_size=arm.draft_vocab_size,
                     decode_tokens_per_second=statistics.median(speeds[index]),
                     lowest=min(speeds[index]),
                     highest=max(speeds[index]),

@@ -5,16 +5,17 @@ Beside them the usual measure: losses on given completions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
-from layerskip.decoding.prompts import read_prompts
+from layerskip.decoding.prompts import longest_first, read_prompts
 from layerskip.model.cache import SharedCache
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
@@ -24,6 +25,9 @@ from layerskip.training.exit_settings import ExitSettings
 from layerskip.training.objective import exit_objective
 from layerskip.training.rows import RowTokenizer
 from layerskip.training.trainer import exit_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Rows of logits that are held at a time.
 LOGIT_ROWS = 512
@@ -77,8 +81,7 @@ def own_answers(
     """
     layered = engine.layered
     rows = read_prompts(prompts, engine.tokenizer, None, layered.vocab_size).rows
-    # The longest first: little padding, and what does not fit is told at once.
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    order = longest_first(rows)
     answers: dict[int, OwnAnswer] = {}
     with tqdm(total=len(rows), desc="answering", unit="prompt") as progress:
         for first in range(0, len(order), batch_size):
@@ -89,9 +92,7 @@ def own_answers(
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
             )
-            counts = [row.emitted for row in result.statistics.per_row]
-            padded = result.sequences[:, -max(counts) :].tolist()
-            new_tokens = [tokens[:count] for tokens, count in zip(padded, counts, strict=True)]
+            new_tokens = result.new_token_ids
             prompt_ids = [rows[index] for index in batch]
             matches = exit_matches(layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
             for place, index in enumerate(batch):
@@ -207,28 +208,30 @@ class ReferenceSums:
 
 
 def reference_sums(
-    engine: Engine, rows: Sequence[Mapping[str, Any]], exit_layers: Sequence[int], batch_size: int
+    engine: Engine, rows: Mapping[str, Mapping[str, Any]], exit_layers: Sequence[int], batch_size: int
 ) -> ReferenceSums:
-    """Returns the losses of the last layer and of exits on completions, each ended with EOS, as training sees them.
+    """Returns the losses of the last layer and of exits on completions as training sees them, in the order of the rows.
+
+    They end with EOS, unless the `finish_reason` of their row is "length".
 
     A progress bar on standard error counts rows.
 
     Args:
         engine: the model, with a tokenizer.
-        rows: at least one, each with `prompt` and `completion`; see `RowTokenizer`.
+        rows: at least one, by what messages call it, each with `prompt` and `completion`; see `RowTokenizer`.
         exit_layers: the exits, counted from 1.
         batch_size: rows in a pass.
 
     Raises:
-        ValueError: no tokenizer or no EOS token, or a row that cannot be tokenised.
+        ValueError: no tokenizer or no EOS token, or a row that cannot be tokenised or has more tokens than the model
+            has positions.
     """
     if engine.tokenizer is None or engine.tokenizer.eos_token_id is None:
         raise ValueError("losses need a tokenizer with an EOS token, which ends a completion; set tokenizer.eos_token.")
     layered = engine.layered
     exits = tuple(sorted(set(exit_layers)))
-    tokenise = RowTokenizer(engine.tokenizer, None, layered.config.max_position_embeddings)
-    tokenised = [tokenise(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: -len(tokenised[index]["input_ids"]))
+    tokenised = _tokenised(rows, engine.tokenizer, layered.config.max_position_embeddings)
+    order = longest_first([row["input_ids"] for row in tokenised])
     collate = Collator.for_tokenizer(engine.tokenizer)
     settings = ExitSettings(exit_layers=exits, weights="equal")
     sums = [np.zeros((len(rows), *width)) for width in ((), (), (len(exits),), (len(exits),))]
@@ -246,3 +249,23 @@ def reference_sums(
                 values[batch] = new.cpu().numpy()
             progress.update(len(batch))
     return ReferenceSums(exits, *sums)
+
+
+def _tokenised(
+    rows: Mapping[str, Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, longest: int
+) -> list[dict[str, list[int]]]:
+    """Returns the `input_ids` and `labels` of each row; raises ValueError by name where one has more than `longest`."""
+    tokenise = RowTokenizer(tokenizer, None, max_length=sys.maxsize)
+    tokenised = []
+    for where, row in rows.items():
+        try:
+            made = tokenise(row)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if len(made["input_ids"]) > longest:
+            raise ValueError(
+                f"{where}: prompt and completion have {len(made['input_ids'])} tokens, but the model has {longest} "
+                "positions; shorten the row, or leave it out."
+            )
+        tokenised.append(made)
+    return tokenised

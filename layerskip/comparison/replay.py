@@ -4,44 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 
 from layerskip.decoding.plan import check_num_draft_tokens
 from layerskip.decoding.statistics import Statistics, Tally
 
 
-@dataclass(frozen=True)
-class Replay:
-    """The figures of replayed rounds, each as in `Statistics`.
-
-    Attributes:
-        num_draft_tokens: γ.
-        rounds: R, summed over rows.
-        drafted: drafts, up to where the output is cut; D is the same here, since drafting ends with an EOS token.
-        accepted: accepted drafts.
-        emitted: N, new tokens.
-        cut: rounds whose own target token was cut away.
-        draft_acceptance_rate: accepted / drafted; `None` when nothing was drafted.
-        mean_acceptance_length: (N − rows) / R; `None` when R = 0.
-        acceptance_by_position: for the i-th draft (from 1): rounds that accepted the first i drafts over rounds that
-            drafted at least i.
-        acceptance_histogram: {accepted drafts: rounds}.
-    """
-
-    num_draft_tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    emitted: int
-    cut: int
-    draft_acceptance_rate: float | None
-    mean_acceptance_length: float | None
-    acceptance_by_position: tuple[float, ...]
-    acceptance_histogram: dict[int, int]
-
-
-def replay(rows: Sequence[Sequence[bool]], num_draft_tokens: int, max_new_tokens: int) -> Replay:
-    """Returns what greedy self-speculation would have counted over some rows.
+def replay(rows: Sequence[Sequence[bool]], num_draft_tokens: int, max_new_tokens: int) -> Statistics:
+    """Returns what greedy self-speculation would have counted over some rows; no layer runs, and no time passes.
 
     Rounds, accepted drafts and emitted tokens are exact. A round goes on drafting after its first wrong draft, and the
     engine stops where one of these is an EOS token. Matches cannot tell that: a replay counts all γ, so that `drafted`
@@ -59,8 +28,7 @@ def replay(rows: Sequence[Sequence[bool]], num_draft_tokens: int, max_new_tokens
     """
     check_num_draft_tokens(num_draft_tokens)
     tallies = [replay_row(matches, num_draft_tokens, max_new_tokens) for matches in rows]
-    statistics = Statistics.of(tallies, Counter(), "self_speculative", None, num_draft_tokens)
-    return Replay(**{field.name: vars(statistics)[field.name] for field in fields(Replay)})
+    return Statistics.of(tallies, Counter(), "self_speculative", None, num_draft_tokens)
 
 
 def replay_row(matches: Sequence[bool], num_draft_tokens: int, max_new_tokens: int) -> Tally:

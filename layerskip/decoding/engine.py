@@ -14,7 +14,7 @@ from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
 from layerskip.decoding.prompts import Prompts, inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.text import GrowingText
-from layerskip.model.draft_head import DraftHead, check_draft_token_ids
+from layerskip.model.draft_head import check_draft_token_ids
 from layerskip.model.layered import LayeredModel
 from layerskip.model.loading import load_checkpoint
 from layerskip.model.metadata import Metadata
@@ -65,9 +65,10 @@ class Engine:
         self.tokenizer = tokenizer
         layered = self.layered
         self.metadata = Metadata.of(model.config)
-        self.draft_token_ids = draft_token_ids
-        if draft_token_ids is not None:
-            self.draft_token_ids = check_draft_token_ids(draft_token_ids, layered.vocab_size)
+        ids = None if draft_token_ids is None else check_draft_token_ids(draft_token_ids, layered.vocab_size)
+        self._draft_token_ids = ids
+        # Sorted once for calls of any draft_vocab_size: the ids in ascending order, and the rank of each.
+        self._ranked_ids = None if ids is None else ids.sort()
         self.exit_layer = exit_layer
         self.num_draft_tokens = num_draft_tokens
         self.draft_vocab_size = draft_vocab_size
@@ -143,6 +144,21 @@ class Engine:
         return call.events()
 
     @property
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """The tokens that are worth drafting, `(ids,)`, the most important first; `None` without a list."""
+        return self._draft_token_ids
+
+    def plan(self, strategy: str, wishes: Wishes) -> Plan:
+        """Returns how a call with this strategy and these numbers decodes: what they leave open is filled in.
+
+        Raises:
+            TypeError, ValueError: what the call would refuse.
+        """
+        return make_plan(
+            strategy, wishes, engine=self._wishes, metadata=self.metadata, limits=self._limits(self.layered)
+        )
+
+    @property
     def layered(self) -> LayeredModel:
         """The model as it is now, runnable in spans of layers; made anew, since its modules may be exchanged.
 
@@ -170,7 +186,7 @@ class Engine:
     ) -> _Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
-        plan = make_plan(strategy, wishes, engine=self._wishes, metadata=self.metadata, limits=self._limits(layered))
+        plan = self.plan(strategy, wishes)
         if any(module.training for module in self.model.modules()):
             raise ValueError(
                 "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
@@ -181,10 +197,11 @@ class Engine:
             mask = inferred_mask(read.padded, options.pad_token_id, options.eos_token_ids)
             read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
         layered.check_length(max(len(row) for row in read.rows) + options.max_new_tokens)
-        draft_head = None
-        if plan.draft_vocab_size is not None and self.draft_token_ids is not None:
-            draft_head = DraftHead.of(layered, self.draft_token_ids[: plan.draft_vocab_size])
-        return _Call(layered, read, plan, options, self.tokenizer, draft_head)
+        draft_token_ids = None
+        if plan.draft_vocab_size is not None and self._ranked_ids is not None:
+            ascending, ranks = self._ranked_ids
+            draft_token_ids = ascending[ranks < plan.draft_vocab_size]
+        return _Call(layered, read, plan, options, self.tokenizer, draft_token_ids)
 
 
 class _Call:
@@ -197,7 +214,7 @@ class _Call:
         plan: Plan,
         options: GenerationOptions,
         tokenizer: PreTrainedTokenizerBase | None,
-        draft_head: DraftHead | None,
+        draft_token_ids: torch.Tensor | None,
     ) -> None:
         self.prompts = prompts.tensor(options.pad_token_id)
         self.plan = plan
@@ -212,7 +229,7 @@ class _Call:
             eos_token_ids=options.eos_token_ids,
             keep_logits=options.output_scores or options.output_logits,
         )
-        self.loop = DecodeLoop(model, prompts.rows, settings, draft_head)
+        self.loop = DecodeLoop(model, prompts.rows, settings, draft_token_ids)
 
     def run(self) -> GenerationResult:
         """Runs the loop to its end and returns the result."""

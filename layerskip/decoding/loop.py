@@ -84,16 +84,19 @@ class DecodeLoop:
         model: LayeredModel,
         prompts: Sequence[list[int]],
         settings: DecodeSettings,
-        draft_head: DraftHead | None = None,
+        draft_token_ids: torch.Tensor | None = None,
     ) -> None:
         """Allocates the cache for all `prompts` (non-empty lists of token ids); runs no layer yet.
 
         Args:
-            draft_head: what chooses drafts in place of the model's own head; it never touches what is emitted.
+            draft_token_ids: what drafts are chosen from, as `DraftHead.of` takes them; `None` for all tokens. They
+                never touch what is emitted.
+
+        Raises:
+            ValueError: a head of which no rows can be taken for drafts.
         """
         self.model = model
         self.settings = settings
-        self.draft_head = draft_head
         self.rows = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
         self.active = list(self.rows)
         # The last emitted token is never processed, so the last slot stays free: dead tokens go there.
@@ -102,6 +105,9 @@ class DecodeLoop:
         self.cache = SharedCache(settings.depth, len(prompts), capacity)
         self.rotary = model.rotary_tables(capacity)
         self.seconds: Counter[str] = Counter()
+        begin = time.perf_counter()
+        self.draft_head = None if draft_token_ids is None else DraftHead.of(model, draft_token_ids)
+        self._book(self.rows, other=time.perf_counter() - begin)
 
     def blocks(self) -> Iterator[list[Block]]:
         """Yields what prefill and then every round emitted, for the rows that were active in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,14 @@ def read_prompts(
                     f"prompts[{index}] holds token id {token}; the model's vocabulary is 0 to {vocab_size - 1}."
                 )
     return read
+
+
+def longest_first(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the indices of token rows by falling length: little padding in a batch, and what is too long told first.
+
+    Rows of one length keep their order.
+    """
+    return sorted(range(len(rows)), key=lambda index: -len(rows[index]))
 
 
 def inferred_mask(ids: torch.Tensor, pad_token_id: int | None, eos_token_ids: frozenset[int]) -> torch.Tensor | None:

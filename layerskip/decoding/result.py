@@ -37,6 +37,13 @@ class GenerationResult:
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
 
+    @property
+    def new_token_ids(self) -> list[list[int]]:
+        """The new tokens of each row, without what fills up rows that finished early."""
+        counts = [row.emitted for row in self.statistics.per_row]
+        filled = self.sequences[:, -max(counts) :].tolist()
+        return [tokens[:count] for tokens, count in zip(filled, counts, strict=True)]
+
     @classmethod
     def of(
         cls,

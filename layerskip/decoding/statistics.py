@@ -59,6 +59,7 @@ class Statistics:
         seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded.
         decode_tokens_per_second: (N − rows) / seconds without prefill; `None` when nothing followed prefill.
         per_row: the same for each row.
+        tallies: the counts of each row that all this comes from; not in JSON.
     """
 
     strategy: str
@@ -80,6 +81,7 @@ class Statistics:
     seconds: dict[str, float]
     decode_tokens_per_second: float | None
     per_row: tuple[Statistics, ...] = ()
+    tallies: tuple[Tally, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -127,11 +129,29 @@ class Statistics:
             seconds={phase: seconds[phase] for phase in PHASES},
             decode_tokens_per_second=decoded / decode_seconds if rounds and decode_seconds else None,
             per_row=per_row,
+            tallies=tuple(tallies),
         )
+
+    @classmethod
+    def total(cls, calls: Sequence[Statistics]) -> Statistics:
+        """Returns the figures of several calls together, as of one with all their rows; times add up.
+
+        Raises:
+            ValueError: no calls, or calls of different strategies, exits or draft lengths.
+        """
+        settings = {(call.strategy, call.exit_layer, call.num_draft_tokens) for call in calls}
+        if len(settings) != 1:
+            raise ValueError(
+                f"calls have {len(settings)} settings {sorted(settings, key=str)}; pass one or more calls of the same "
+                "strategy, exit_layer and num_draft_tokens."
+            )
+        tallies = [tally for call in calls for tally in call.tallies]
+        seconds = Counter({phase: sum(call.seconds[phase] for call in calls) for phase in PHASES})
+        return cls.of(tallies, seconds, *settings.pop(), tuple(row for call in calls for row in call.per_row))
 
     def to_dict(self) -> dict[str, object]:
         """Returns the figures as a dictionary that `json.dumps` takes."""
-        return asdict(self)
+        return asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "tallies"})
 
 
 def acceptance_by_position(outcomes: Counter[tuple[int, int]]) -> tuple[float, ...]:

@@ -41,10 +41,15 @@ class DraftHead:
 
     @classmethod
     def of(cls, layered: LayeredModel, token_ids: torch.Tensor) -> DraftHead:
-        """Returns the draft head for `token_ids`, `(ids,)`, whose rows are copied out of the model's head.
+        """Returns the draft head for some tokens, whose rows are copied out of the model's head.
+
+        Args:
+            layered: the model.
+            token_ids: `(ids,)` in int64, of the model's vocabulary and ascending, so that of equal logits the token
+                with the lowest id wins, as in the full head.
 
         Raises:
-            ValueError: the head is no plain floating-point matrix, of which rows can be taken, or has no such rows.
+            ValueError: the head is no plain floating-point matrix, of which rows can be taken.
         """
         head = layered.head
         wanted = (layered.vocab_size, layered.config.hidden_size)
@@ -56,8 +61,7 @@ class DraftHead:
                 f"{wanted}, but the model's head is {_describe(head)}; draft with the full head: "
                 f"draft_vocab_size={layered.vocab_size}."
             )
-        # In ascending order, so that of equal logits the token with the lowest id wins, as in the full head.
-        ids = check_draft_token_ids(token_ids, layered.vocab_size).sort().values.to(head.weight.device)
+        ids = token_ids.to(head.weight.device)
         bias = None if head.bias is None else head.bias.detach()[ids]
         return cls(layered, ids, head.weight.detach()[ids], bias)
 

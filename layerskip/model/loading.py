@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from layerskip.model.adapters import CONFIG_FILE, AdapterFolder, is_adapter_folder
-from layerskip.model.draft_head import TENSORS_FILE, read_draft_token_ids
+from layerskip.model.draft_head import TENSORS_FILE, check_draft_token_ids, read_draft_token_ids
 from layerskip.model.families import family_of
-from layerskip.model.metadata import KEY, Metadata
+from layerskip.model.metadata import ADAPTER_FILE, KEY, Metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,13 +70,14 @@ def load_checkpoint(
         TypeError: `path_or_id` or `base` is neither a string nor a path.
         ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), a family that
             is not supported, a device, type or attention implementation that is not to be had, fewer draft token ids
-            than the metadata tell of, or a `base` for a whole model.
+            than the metadata tell of or one that the model does not have, or a `base` for a whole model.
     """
     device, dtype = _read_device(device), _read_dtype(dtype)
     if base is not None and not isinstance(base, str | os.PathLike):
         raise TypeError(f"base={base!r} is a {type(base).__name__}; pass a folder or a hub id.")
-    checkpoint, own_dtype = _load(path_or_id, dtype, attn_implementation, revision, base)
-    _check_draft_token_ids(checkpoint, path_or_id)
+    found = _look(path_or_id, attn_implementation, revision, base)
+    _check_draft_token_ids(found, path_or_id)
+    checkpoint, own_dtype = found.read(dtype)
     model: Any = checkpoint.model
     if own_dtype is not None:
         _cast(model, own_dtype)
@@ -96,14 +99,89 @@ def load_model(
     return checkpoint.model, checkpoint.tokenizer
 
 
-def _load(
+@dataclass(frozen=True)
+class _Whole:
+    """A whole model in a folder or on the hub, before its weights are read."""
+
+    path_or_id: str | os.PathLike[str]
+    source: str
+    options: dict[str, Any]
+    config: Any
+    attn_implementation: str | None
+    draft_token_ids: torch.Tensor | None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def metadata(self) -> Metadata:
+        return Metadata.of(self.config)
+
+    def read(self, dtype: str | torch.dtype) -> tuple[Checkpoint, None]:
+        """Returns the checkpoint, whose weights have the type asked for."""
+        with _files_of(self.path_or_id):
+            model = AutoModelForCausalLM.from_pretrained(
+                self.source,
+                config=self.config,
+                dtype=dtype,
+                attn_implementation=self.attn_implementation,
+                **self.options,
+            )
+            has_tokenizer = not Path(self.source).is_dir() or _has_tokenizer(Path(self.source))
+            tokenizer = AutoTokenizer.from_pretrained(self.source, **self.options) if has_tokenizer else None
+        return Checkpoint(model, tokenizer, self.draft_token_ids), None
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A folder of adapters and what lies beneath them, before any weights are read."""
+
+    path_or_id: str | os.PathLike[str]
+    adapters: AdapterFolder
+    beneath: _Whole | _Adapted
+    own_draft_token_ids: torch.Tensor | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.beneath.vocab_size
+
+    @property
+    def metadata(self) -> Metadata:
+        stored = self.adapters.metadata
+        if stored is None:
+            return self.beneath.metadata
+        return Metadata.read(stored, str(self.adapters.folder / ADAPTER_FILE))
+
+    @property
+    def draft_token_ids(self) -> torch.Tensor | None:
+        if self.adapters.metadata is None and self.own_draft_token_ids is None:
+            return self.beneath.draft_token_ids
+        return self.own_draft_token_ids
+
+    def read(self, dtype: str | torch.dtype) -> tuple[Checkpoint, torch.dtype]:
+        """Returns the checkpoint in fp32, and the type that its weights are yet to be rounded to."""
+        with _beneath(self.adapters):
+            checkpoint, own_dtype = self.beneath.read("auto" if dtype == "auto" else torch.float32)
+        if own_dtype is None:
+            own_dtype = checkpoint.model.dtype
+        _cast(checkpoint.model, torch.float32)
+        tokenizer = checkpoint.tokenizer
+        with _files_of(self.path_or_id):
+            if _has_tokenizer(self.adapters.folder):
+                tokenizer = AutoTokenizer.from_pretrained(str(self.adapters.folder), trust_remote_code=False)
+            merged = self.adapters.merge_into(checkpoint.model)
+        wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype
+        return Checkpoint(merged, tokenizer, self.draft_token_ids), wanted
+
+
+def _look(
     path_or_id: str | os.PathLike[str],
-    dtype: str | torch.dtype,
     attn_implementation: str | None,
     revision: str | None,
     base: str | os.PathLike[str] | None = None,
-) -> tuple[Checkpoint, torch.dtype | None]:
-    """Returns a checkpoint, and the type that its weights are yet to be rounded to; `None` where they have theirs."""
+) -> _Whole | _Adapted:
+    """Returns what lies there, all checked but the weights; see `load_checkpoint` for arguments and errors."""
     source, revision = _find(path_or_id, revision)
     is_adapted = is_adapter_folder(Path(source))
     if base is not None and not is_adapted:
@@ -111,17 +189,19 @@ def _load(
             f"base={os.fspath(base)!r} is for a folder of adapters, but path_or_id={os.fspath(path_or_id)!r} holds a "
             "whole model; leave it out."
         )
-    try:
-        if is_adapted:
-            return _load_adapted(AdapterFolder.read(Path(source), base), dtype, attn_implementation)
-        return _load_whole(source, dtype, attn_implementation, revision), None
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"path_or_id={os.fspath(path_or_id)!r} cannot be loaded: {error}") from error
+    with _files_of(path_or_id):
+        if not is_adapted:
+            return _look_at_whole(path_or_id, source, attn_implementation, revision)
+        adapters = AdapterFolder.read(Path(source), base)
+        draft_token_ids = read_draft_token_ids(adapters.folder)
+    with _beneath(adapters):
+        beneath = _look(adapters.base, attn_implementation, adapters.revision)
+    return _Adapted(path_or_id, adapters, beneath, draft_token_ids)
 
 
-def _load_whole(
-    source: str, dtype: str | torch.dtype, attn_implementation: str | None, revision: str | None
-) -> Checkpoint:
+def _look_at_whole(
+    path_or_id: str | os.PathLike[str], source: str, attn_implementation: str | None, revision: str | None
+) -> _Whole:
     # A question on the terminal is no answer to a program: code that a checkpoint brings along is refused.
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(source, **options)
@@ -138,38 +218,29 @@ def _load_whole(
         )
         folder = None if tensors is None else os.path.dirname(tensors)
     draft_token_ids = None if folder is None else read_draft_token_ids(folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
-    )
-    has_tokenizer = not Path(source).is_dir() or _has_tokenizer(Path(source))
-    tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
-    return Checkpoint(model, tokenizer, draft_token_ids)
+    return _Whole(path_or_id, source, options, config, attn_implementation, draft_token_ids)
 
 
-def _load_adapted(
-    adapters: AdapterFolder, dtype: str | torch.dtype, attn_implementation: str | None
-) -> tuple[Checkpoint, torch.dtype]:
-    draft_token_ids = read_draft_token_ids(adapters.folder)
+@contextmanager
+def _files_of(path_or_id: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the checkpoint whose files cannot be read."""
     try:
-        beneath, own_dtype = _load(
-            adapters.base, "auto" if dtype == "auto" else torch.float32, attn_implementation, adapters.revision
-        )
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"path_or_id={os.fspath(path_or_id)!r} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _beneath(adapters: AdapterFolder) -> Iterator[None]:
+    """Names the adapters whose base cannot be loaded."""
+    try:
+        yield
     except ValueError as error:
         named = "base" if adapters.is_base_given else f"base_model_name_or_path in its {CONFIG_FILE}"
         raise ValueError(
             f"path_or_id={str(adapters.folder)!r} holds adapters for the model {os.fspath(adapters.base)!r} ({named}), "
             f"which cannot be loaded: {error}"
         ) from error
-    if own_dtype is None:
-        own_dtype = beneath.model.dtype
-    _cast(beneath.model, torch.float32)
-    if adapters.metadata is None and draft_token_ids is None:
-        draft_token_ids = beneath.draft_token_ids
-    tokenizer = beneath.tokenizer
-    if _has_tokenizer(adapters.folder):
-        tokenizer = AutoTokenizer.from_pretrained(str(adapters.folder), trust_remote_code=False)
-    merged = adapters.merge_into(beneath.model)
-    return Checkpoint(merged, tokenizer, draft_token_ids), dtype if isinstance(dtype, torch.dtype) else own_dtype
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -180,18 +251,25 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def _check_draft_token_ids(checkpoint: Checkpoint, path_or_id: str | os.PathLike[str]) -> None:
-    """Raises ValueError where the metadata tell of more draft token ids than there are."""
-    config: Any = checkpoint.model.config
-    size = Metadata.of(config).draft_vocab_size
-    if size is None or size == config.vocab_size:
+def _check_draft_token_ids(found: _Whole | _Adapted, path_or_id: str | os.PathLike[str]) -> None:
+    """Raises ValueError where the metadata tell of more draft token ids than there are, or the model lacks one."""
+    where = f"path_or_id={os.fspath(path_or_id)!r}:"
+    ids, size = found.draft_token_ids, found.metadata.draft_vocab_size
+    if ids is not None:
+        check_draft_token_ids(ids, found.vocab_size, f"{where} {TENSORS_FILE}")
+    if size is None or size == found.vocab_size:
         return
-    where = f"path_or_id={os.fspath(path_or_id)!r}: the metadata has draft_vocab_size={size}, but"
     remedy = f"copy the file from the original checkpoint, or remove draft_vocab_size from the entry {KEY!r}"
-    if checkpoint.draft_token_ids is None:
-        raise ValueError(f"{where} there is no {TENSORS_FILE} with the token ids; {remedy}.")
-    if len(checkpoint.draft_token_ids) < size:
-        raise ValueError(f"{where} {TENSORS_FILE} holds {len(checkpoint.draft_token_ids)} token ids; {remedy}.")
+    if ids is None:
+        raise ValueError(
+            f"{where} the metadata has draft_vocab_size={size}, but there is no {TENSORS_FILE} with the token ids; "
+            f"{remedy}."
+        )
+    if len(ids) < size:
+        raise ValueError(
+            f"{where} the metadata has draft_vocab_size={size}, but {TENSORS_FILE} holds {len(ids)} token ids; "
+            f"{remedy}."
+        )
 
 
 def _has_tokenizer(folder: Path) -> bool:

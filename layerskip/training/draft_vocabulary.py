@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from layerskip.training.exit_loss import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Rows that are counted at a time.
+BLOCK = 1000
+
+
+def kept_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the ids that are never left out of a draft vocabulary: those that end an answer, and special ones."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return list(dict.fromkeys([*ends, *tokenizer.all_special_ids]))
 
 
 def draft_vocabulary(labels: Iterable[Sequence[int]], size: int, kept: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -18,7 +33,7 @@ def draft_vocabulary(labels: Iterable[Sequence[int]], size: int, kept: Sequence[
     Args:
         labels: of each row its tokens, −100 where one does not count.
         size: how many ids to choose.
-        kept: ids that are never left out: those that end an answer, and the tokenizer's special ones.
+        kept: ids that are never left out, as from `kept_token_ids`.
         vocab_size: of the model.
 
     Raises:
@@ -31,8 +46,9 @@ def draft_vocabulary(labels: Iterable[Sequence[int]], size: int, kept: Sequence[
             f"always kept) to {vocab_size}, the model's vocabulary."
         )
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in labels:
-        ids = torch.as_tensor(row)
+    rows = iter(labels)
+    while block := list(itertools.islice(rows, BLOCK)):
+        ids = torch.tensor(list(itertools.chain.from_iterable(block)), dtype=torch.int64)
         counts += torch.bincount(ids[ids != IGNORED], minlength=vocab_size)
     # Above every count; ties go to the lower id.
     counts[torch.tensor(kept, dtype=torch.int64)] = int(counts.sum()) + 1

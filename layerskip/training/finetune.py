@@ -13,7 +13,7 @@ from transformers import TrainingArguments, set_seed
 from layerskip.model.layered import LayeredModel
 from layerskip.training.checkpoint import recipe_metadata
 from layerskip.training.data import Collator, TrainingData, load_data
-from layerskip.training.draft_vocabulary import draft_vocabulary
+from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
 from layerskip.training.models import add_adapters, initial_model, shape_of
 from layerskip.training.recipe import Recipe
 from layerskip.training.run_folder import (
@@ -128,10 +128,8 @@ def _draft_token_ids(
     """Returns the tokens that drafts may choose from, or `None` for all; raises ValueError for too few or too many."""
     if recipe.draft_vocab_size is None:
         return None
-    ends = model.generation_config.eos_token_id
-    kept = [*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *tokenizer.all_special_ids]
     rows = itertools.chain.from_iterable(block["labels"] for block in data.train.iter(1000))
-    return draft_vocabulary(rows, recipe.draft_vocab_size, kept, model.config.vocab_size)
+    return draft_vocabulary(rows, recipe.draft_vocab_size, kept_token_ids(model, tokenizer), model.config.vocab_size)
 
 
 def _check_trained(trainer: LayerSkipTrainer) -> None:

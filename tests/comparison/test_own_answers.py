@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -88,7 +90,7 @@ def test_losses_are_those_of_models_that_end_at_the_exits() -> None:
         {"prompt": "w7 w8 w9 w10", "completion": "w2"},
         {"prompt": "w44", "completion": "w3 w8"},
     ]
-    sums = reference_sums(engine_of(model), rows, [3, 1], batch_size=2)
+    sums = reference_sums(engine_of(model), {str(number): row for number, row in enumerate(rows)}, [3, 1], batch_size=2)
     losses: dict[int, list[float]] = {1: [], 3: [], 4: []}
     for row in rows:
         prompt, answer = ids(row["prompt"]), [*ids(row["completion"]), EOS]
@@ -108,4 +110,20 @@ def test_losses_are_those_of_models_that_end_at_the_exits() -> None:
 def test_losses_without_an_eos_token_are_refused() -> None:
     engine = Engine(kit.mixed(), kit.word_tokenizer())
     with pytest.raises(ValueError, match="tokenizer with an EOS token"):
-        reference_sums(engine, [{"prompt": "w1", "completion": "w2"}], [2], 1)
+        reference_sums(engine, {"row 1": {"prompt": "w1", "completion": "w2"}}, [2], 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "w1 w2", "completion": "w3 w4"}, "row 7: prompt and completion have 5 tokens.* has 4 positions"),
+        ({"prompt": "w1", "completion": [{"role": "assistant"}]}, "row 7: completion"),
+    ],
+)
+def test_rows_that_cannot_be_read_whole_are_named(row: dict[str, Any], message: str) -> None:
+    engine = engine_of(kit.mixed(max_position_embeddings=4))
+    rows = {"row 6": {"prompt": "w1", "completion": "w2 w3"}, "row 7": row}
+    with pytest.raises(ValueError, match=message):
+        reference_sums(engine, rows, [2], 1)
+    del rows["row 7"]
+    assert reference_sums(engine, rows, [2], 1).tokens.tolist() == [3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -280,7 +281,38 @@ def test_the_engine_follows_its_call(heads: list[list[int]], streamed: bool) -> 
 
     for arguments in ({}, {"draft_vocab_size": 2}, {"draft_vocab_size": 97}, {"strategy": "autoregressive"}, {}):
         run(**arguments)
-    assert heads == [[9, 4, 60], [9, 4], [9, 4, 60]]
+    assert heads == [[4, 9, 60], [4, 9], [4, 9, 60]]
+
+
+def test_copying_the_rows_is_time_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    intact: Callable[..., DraftHead] = DraftHead.of
+
+    def slow(layered: LayeredModel, token_ids: torch.Tensor) -> DraftHead:
+        time.sleep(0.05)
+        return intact(layered, token_ids)
+
+    monkeypatch.setattr(DraftHead, "of", slow)
+    engine = Engine(kit.mixed(), exit_layer=2, draft_token_ids=torch.tensor([9, 4, 60, 2, 33]))
+    statistics = engine.generate(kit.prompt_tensor(), **SHORT).statistics
+    assert statistics.seconds["other"] >= 0.05
+    assert statistics.per_row[0].seconds["other"] >= 0.05
+
+
+def test_of_equal_logits_the_lowest_id_is_drafted_whatever_the_order_of_the_list(drafted: list[int]) -> None:
+    model = kit.mixed()
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    Engine(model, exit_layer=2, draft_token_ids=torch.tensor([9, 4, 60, 2])).generate(
+        kit.prompt_tensor(), draft_vocab_size=3, **SHORT
+    )
+    assert set(drafted) == {4}
+
+
+def test_a_plan_says_what_a_call_will_do() -> None:
+    engine = Engine(kit.mixed(), draft_vocab_size=3, draft_token_ids=torch.tensor([9, 4, 60, 2, 33]))
+    assert engine.plan("self_speculative", Wishes(exit_layer=2)) == Plan("self_speculative", 2, 4, 3)
+    assert engine.plan("self_speculative", Wishes(2, 5, 97)) == Plan("self_speculative", 2, 5, None)
+    with pytest.raises(ValueError, match="needs exit_layer"):
+        engine.plan("self_speculative", Wishes())
 
 
 def test_an_engine_without_a_list_has_the_full_head(heads: list[list[int]]) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from layerskip import Engine
-from layerskip.decoding.prompts import Prompts, read_prompts
+from layerskip.decoding.prompts import Prompts, longest_first, read_prompts
 from tests import kit
 
 BOS, USER, ASSISTANT = 1, 2, 3
@@ -330,3 +330,8 @@ def test_what_a_chat_template_refuses_is_refused_by_name() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"prompts\[0\] is refused by the tokenizer's chat template: roles must"):
         read_prompts([{"role": "user", "content": "w1"}], tokenizer, None, kit.VOCAB)
+
+
+def test_the_longest_rows_come_first_and_those_of_one_length_keep_their_order() -> None:
+    assert longest_first([[1], [2, 3], [4], [5, 6, 7], [8, 9]]) == [3, 1, 4, 0, 2]
+    assert longest_first([]) == []

@@ -125,11 +125,39 @@ def test_seconds_name_every_phase_even_where_none_was_spent() -> None:
     assert PHASES == ("prefill", "draft", "verify", "other")
 
 
+# Several calls
+
+
+@given(st.lists(st.lists(rounds, min_size=1, max_size=3), min_size=1, max_size=3))
+def test_calls_together_are_one_call_of_all_their_rows(calls: list[list[list[tuple[int, int]]]]) -> None:
+    """Not a mean of rates: a call that drafted four once and one that drafted one often count by their rounds."""
+    together = Statistics.total([statistics_of(*rows) for rows in calls])
+    assert together == statistics_of(*(row for rows in calls for row in rows))
+
+
+def test_calls_together_keep_their_rows_and_add_up_their_times() -> None:
+    one, other = speculate(), speculate(max_new_tokens=5)
+    together = Statistics.total([one, other])
+    assert together.per_row == one.per_row + other.per_row
+    assert together.seconds == {phase: one.seconds[phase] + other.seconds[phase] for phase in PHASES}
+    assert together.early_layer_tokens == one.early_layer_tokens + other.early_layer_tokens
+    assert together.emitted == one.emitted + other.emitted
+    assert Statistics.total([one]) == one
+
+
+@pytest.mark.parametrize("others", [[], [{"exit_layer": 3}], [{"strategy": "autoregressive"}]])
+def test_calls_of_different_settings_are_not_added_up(others: list[dict[str, Any]]) -> None:
+    calls = [speculate(**other) for other in others]
+    with pytest.raises(ValueError, match="pass one or more calls of the same strategy"):
+        Statistics.total([speculate(), *calls] if calls else [])
+
+
 # Names
 
 
 def test_names_are_those_of_the_documentation() -> None:
-    assert [field.name for field in fields(Statistics)] == [*NAMES, "per_row"]
+    """With the counts they come from, which do not appear in JSON."""
+    assert [field.name for field in fields(Statistics)] == [*NAMES, "per_row", "tallies"]
 
 
 @cache

@@ -112,3 +112,15 @@ def test_without_a_length_twenty_tokens_as_generate_gives(model: PreTrainedModel
     result = Engine(model, exit_layer=2).generate(kit.prompt_tensor())
     assert new_tokens(result) == plain[:20]
     assert result.sequences.shape == model.generate(kit.prompt_tensor(), do_sample=False).shape
+
+
+def test_new_tokens_of_a_row_that_ended_early_are_given_without_padding() -> None:
+    """The first row ends with a token that pads it as well; the other goes on."""
+    model = kit.mixed()
+    ids = torch.tensor([kit.PROMPT, kit.PROMPT[::-1]])
+    plain = [kit.without_cache(model, row, 8) for row in ids.tolist()]
+    eos = next(token for token in plain[0][1:3] if token not in plain[1])
+    options = {"max_new_tokens": 8, "eos_token_id": eos, "pad_token_id": eos}
+    result = Engine(model, exit_layer=2).generate(ids, **options)
+    assert result.new_token_ids == [plain[0][: plain[0].index(eos) + 1], plain[1]]
+    assert len(result.new_token_ids[0]) < result.sequences.shape[1] - ids.shape[1] == 8

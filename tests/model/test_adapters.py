@@ -307,6 +307,19 @@ def test_metadata_of_a_base_model_that_are_not_used_need_no_token_ids(base: Path
         layerskip.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"), [([kit.VOCAB], "token id 97; the model's .* is 0 to 96"), ([7], "holds 1 token ids")]
+)
+def test_draft_token_ids_that_do_not_fit_are_refused_before_the_base_is_read(
+    base: Path, folder: Path, ids: list[int], message: str
+) -> None:
+    write_draft_token_ids(folder, torch.tensor(ids))
+    describe(folder, {"format": 1, "draft_vocab_size": 2})
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"path_or_id='{folder}'.*layerskip\.safetensors .*{message}"):
+        layerskip.load(folder)
+
+
 # What the adapters say about their exits
 
 

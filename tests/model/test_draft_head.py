@@ -17,7 +17,7 @@ from layerskip.model.draft_head import TENSORS_FILE, DraftHead, read_draft_token
 from layerskip.model.layered import LayeredModel
 from tests import kit
 
-IDS = torch.tensor([44, 3, 96, 0, 17])
+IDS = torch.tensor([0, 3, 17, 44, 96])
 
 
 def hidden_states(seed: int = 5) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_full_head(kind: str) -> None:
     head = DraftHead.of(layered, IDS)
     full = layered.logits(hidden_states())
     torch.testing.assert_close(head.logits(hidden_states()), full[..., head.token_ids], atol=1e-5, rtol=1e-5)
-    assert sorted(head.token_ids.tolist()) == sorted(IDS.tolist())
+    assert torch.equal(head.token_ids, IDS)
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def test_of_equal_logits_the_lowest_id_is_chosen_as_by_the_full_head() -> None:
     layered = LayeredModel(model)
     assert (layered.logits(hidden_states()).argmax(-1) == 0).all()
     assert (DraftHead.of(layered, IDS).choose(hidden_states()) == 0).all()
-    assert (DraftHead.of(layered, IDS[:3]).choose(hidden_states()) == 3).all()
+    assert (DraftHead.of(layered, IDS[1:]).choose(hidden_states()) == 3).all()
 
 
 def test_the_model_and_the_list_stay_as_they_are() -> None:
@@ -157,11 +157,6 @@ def packed() -> PreTrainedModel:
 def test_a_head_that_is_no_plain_matrix_is_refused_by_name(made: Any, named: str) -> None:
     with pytest.raises(ValueError, match=rf"draft_vocab_size=5 .*{named}.*draft with the full head: .*size=97"):
         DraftHead.of(LayeredModel(made()), IDS)
-
-
-def test_a_token_that_the_head_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="token id 97; the model's vocabulary is 0 to 96"):
-        DraftHead.of(LayeredModel(kit.l4()), torch.tensor([3, 97]))
 
 
 # The file

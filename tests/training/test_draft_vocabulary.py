@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerskip.training.draft_vocabulary import draft_vocabulary
+from layerskip.training.draft_vocabulary import BLOCK, draft_vocabulary, kept_token_ids
+from tests import kit
 
 LABELS = [[-100, 5, 5, 9], [5, 9, 2, -100, 7]]
 
@@ -30,3 +31,16 @@ def test_a_list_of_the_whole_vocabulary_is_every_token() -> None:
 def test_a_size_out_of_range_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=rf"draft_vocab_size={size} is out of range; allowed are 2 .* to 40"):
         draft_vocabulary(LABELS, size, [1, 2], vocab_size=40)
+
+
+def test_rows_of_all_blocks_count_and_an_empty_one_ends_nothing() -> None:
+    labels = ([], *([[3]] * BLOCK), *([[4, 4]] * BLOCK), [5], *([[-100]] * BLOCK), [5])
+    assert draft_vocabulary(iter(labels), 3, [], vocab_size=40).tolist() == [4, 3, 5]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(None, [0, 9]), (7, [0, 7, 9]), ([7, 9], [0, 7, 9])])
+def test_ends_of_answers_and_special_tokens_are_kept(ends: int | list[int] | None, expected: list[int]) -> None:
+    """The unknown word is 0."""
+    tokenizer = kit.word_tokenizer()
+    tokenizer.eos_token = "w9"
+    assert sorted(kept_token_ids(kit.mixed(eos_token_id=ends), tokenizer)) == expected
