@@ -7,7 +7,8 @@
 Without --model it fetches SmolLM2-135M-Instruct once (about 90 MB), a dequantised 4-bit (Q4_1) copy, and puts the
 checkout's adapters on top, which were trained to draft voice commands as JSON; `demo-base` leaves them out. Commands
 and general prompts are answered by all layers first, then self-speculatively, where a terminal shows in green the
-tokens that were drafted and accepted. --train-minutes trains such adapters first and shows what came out.
+tokens that were drafted and accepted. --train-minutes trains adapters on commands alone first and shows
+what came out.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="self_speculative", help="self_speculative, autoregressive or early_exit")
     parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts (default 4)")
+    parser.add_argument("--draft-vocab-size", type=int, help="draft from so many of the checkpoint's draft token ids")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--device", help="cpu, cuda, …; by default CUDA where there is a device")
@@ -59,6 +60,7 @@ def run() -> None:
         "strategy": arguments.strategy,
         "exit_layer": arguments.exit_layer,
         "num_draft_tokens": arguments.num_draft_tokens,
+        "draft_vocab_size": arguments.draft_vocab_size,
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": False,
     }

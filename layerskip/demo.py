@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -52,6 +53,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BYTES_NEEDED = 800_000_000
 
 _FOLDER = "smollm2-135m-instruct"
+_LIST = "files.json"
 _TEMPORARY_PREFIX = f".{_FOLDER}-"
 _NO_SPACE = (
     f"not enough free disk space to make {MODEL_NAME} ({BYTES_NEEDED / 1e9:.1f} GB needed); free some, or set "
@@ -88,6 +90,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
     root = Path(cache or os.environ.get("LAYERSKIP_CACHE") or user_cache / "layerskip")
     folder = root / _FOLDER
     if _is_complete(folder):
+        _check_files(folder)
         return folder
     _check_packages()
     _prepare(root)
@@ -100,6 +103,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
             print(f"Converting {MODEL_NAME}, once (about a minute)", file=sys.stderr, flush=True)
             convert(gguf, made)
             (made / "README.md").write_text(_README, encoding="utf-8")
+            _list_files(made)
             _publish(made, folder)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -119,11 +123,14 @@ def load(difference: str | os.PathLike[str], **options: Any) -> Engine:
     Raises:
         ValueError: the folder is missing or damaged, or the adapters do not fit; nothing is fetched for a folder of
             which that can be told beforehand.
+        TypeError: `difference` is no path.
         ImportError: `peft` or `gguf` is not installed.
         FetchError, OSError: as `fetch`.
     """
     from layerskip.decoding.engine import load as load_engine
 
+    if not isinstance(difference, str | os.PathLike) or not os.fspath(difference):
+        raise TypeError(f"difference={difference!r} is no path; pass the folder that holds the adapters.")
     folder = Path(difference)
     _check_difference(folder)
     return load_engine(folder, base=fetch(), **options)
@@ -226,6 +233,29 @@ def convert(gguf: Path, target: Path) -> None:
 
 def _is_complete(folder: Path) -> bool:
     return (folder / "model.safetensors").is_file()
+
+
+def _list_files(folder: Path) -> None:
+    """Notes the files of a finished model with their sizes, so that damage to them can be told later."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / _LIST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_files(folder: Path) -> None:
+    """Raises FetchError where a file of a finished model is gone or has another size than when it was made."""
+    if not (folder / _LIST).is_file():
+        return  # made before lists were kept
+    try:
+        sizes = json.loads((folder / _LIST).read_text(encoding="utf-8"))
+    except ValueError:
+        sizes = {_LIST: None}
+    found = {path.name: path.stat().st_size for path in folder.iterdir()}
+    damaged = [name for name, size in sizes.items() if found.get(name) != size]
+    if damaged:
+        raise FetchError(
+            f"the demo model in {folder} is damaged ({', '.join(damaged)} missing or changed): delete that folder and "
+            f"run again. {_OWN_MODEL}"
+        )
 
 
 def _check_packages() -> None:

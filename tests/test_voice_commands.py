@@ -193,7 +193,8 @@ def test_plain_prompts_are_the_bare_commands(
     [
         (["--split", "dev", "--rows", "5"], "split='dev' is unknown; the splits are train, validation, test"),
         (["--split", "test", "--rows", "0"], "rows=0 is out of range"),
-        (["--split", "test", "--rows", "10000000000000"], "unique rows"),
+        (["--split", "train", "--rows", "100000000"], "rows=100000000 is out of range; allowed are 1 to 1000000"),
+        (["--split", "test", "--rows", "3", "--out", "nowhere/a.jsonl"], "the folder nowhere is not there"),
         (["--split", "test", "--rows", "5", "--out", "/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
     ],
 )

@@ -36,6 +36,8 @@ import yaml
 from layerskip.program import run_program
 
 SPLITS = ("train", "validation", "test")
+# All are made before any is written.
+MOST_ROWS = 1_000_000
 SYSTEM = "Voice command to JSON."
 
 
@@ -237,8 +239,8 @@ def generate(split: str, rows: int, seed: int) -> list[dict[str, Any]]:
     for phrasing in phrasings(split):
         todo.setdefault(phrasing.intent, []).append(phrasing)
     possible = sum(phrasing.count for group in todo.values() for phrasing in group)
-    if rows < 1:
-        raise ValueError(f"rows={rows} is out of range; at least 1 is needed.")
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"rows={rows} is out of range; allowed are 1 to {MOST_ROWS}.")
     if rows > possible:
         raise ValueError(f"rows={rows} is out of range; split {split!r} has at most {possible} unique rows.")
     # A text as seed tells -1 from 1 and keeps the splits apart.
@@ -277,6 +279,8 @@ def parse_arguments() -> argparse.Namespace:
 def run() -> None:
     """Writes the rows, one a line."""
     arguments = parse_arguments()
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out {arguments.out}: the folder {arguments.out.parent} is not there; make it first.")
     rows = generate(arguments.split, arguments.rows, arguments.seed)
     if arguments.plain:
         rows = [{**row, "prompt": row["prompt"][-1]["content"]} for row in rows]

@@ -9,7 +9,7 @@ from layerskip.model.metadata import Metadata
 
 STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
 DEFAULT_NUM_DRAFT_TOKENS = 4
-STORED = "config.json's layerskip."
+STORED = "the checkpoint's "
 NO_EXIT = "the model has a single layer, which cannot draft for itself; use strategy='autoregressive'."
 
 

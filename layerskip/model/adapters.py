@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +104,16 @@ class AdapterFolder:
                 result = adapted.load_adapter(
                     str(self.folder), adapted.active_adapter, is_trainable=trainable, torch_device="cpu"
                 )
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError, re.error) as error:
             # Of the weights that do not fit the first is enough.
             reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
             raise ValueError(f"{self._misfit()}: {reason}") from error
         for kind, keys in (("lack", result.missing_keys), ("hold beside what fits", result.unexpected_keys)):
             if keys:
                 raise ValueError(f"{self._misfit()}: they {kind} {keys[0]} ({len(keys)} in all).")
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name and not weight.isfinite().all():
+                raise ValueError(f"{WEIGHTS_FILE} in path_or_id={str(self.folder)!r}: {name} has no finite numbers.")
         return adapted
 
     def merge_into(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from layerskip.model.adapters import CONFIG_FILE, AdapterFolder, is_adapter_folder
 from layerskip.model.draft_head import TENSORS_FILE, check_draft_token_ids, read_draft_token_ids
 from layerskip.model.families import family_of
-from layerskip.model.metadata import ADAPTER_FILE, KEY, Metadata
+from layerskip.model.metadata import ADAPTER_FILE, Metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -259,7 +259,7 @@ def _check_draft_token_ids(found: _Whole | _Adapted, path_or_id: str | os.PathLi
         check_draft_token_ids(ids, found.vocab_size, f"{where} {TENSORS_FILE}")
     if size is None or size == found.vocab_size:
         return
-    remedy = f"copy the file from the original checkpoint, or remove draft_vocab_size from the entry {KEY!r}"
+    remedy = "copy the file from the original checkpoint, or remove draft_vocab_size from the metadata"
     if ids is None:
         raise ValueError(
             f"{where} the metadata has draft_vocab_size={size}, but there is no {TENSORS_FILE} with the token ids; "
@@ -307,6 +307,11 @@ def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> tuple[str
     if Path(name).is_dir():
         if not Path(name, "config.json").is_file() and not is_adapter_folder(Path(name)):
             raise ValueError(f"path_or_id={name!r} is a folder without a model: it has no config.json.")
+        if Path(name, "config.json").is_file() and Path(name, CONFIG_FILE).is_file():
+            raise ValueError(
+                f"path_or_id={name!r} holds a whole model (config.json) and adapters ({CONFIG_FILE}); put the adapters "
+                "into a folder of their own, so that it is clear which is meant."
+            )
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for models on the hub, but path_or_id={name!r} is a folder.")
         return name, None

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from layerskip.model.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, is_adapter_folder
 from layerskip.model.draft_head import TENSORS_FILE, read_draft_token_ids, write_draft_token_ids
-from layerskip.model.metadata import Metadata
+from layerskip.model.metadata import ADAPTER_FILE, Metadata
 from layerskip.training.checkpoint import write_adapter_metadata
 
 
@@ -50,8 +51,14 @@ def export_difference(
         raise ValueError(f"run={str(run)!r} holds no adapters; train with method: lora and lora.merge: false.")
     if folder.resolve() == run.resolve():
         raise ValueError(f"folder={str(folder)!r} is the run itself, whose adapters would be lost; choose another.")
+    if (folder / "config.json").is_file():
+        raise ValueError(f"folder={str(folder)!r} holds a whole model (config.json); choose a folder of its own.")
     metadata = dict(AdapterFolder.read(run, base).metadata or {})
     trained = Metadata.read(metadata or None, str(run)).exit_layers
+    if not trained:
+        raise ValueError(
+            f"run={str(run)!r} does not say which exits it trained: it has no {ADAPTER_FILE} that names some."
+        )
     if exit_layer not in trained:
         raise ValueError(f"exit_layer={exit_layer} was not trained; allowed are {', '.join(map(str, trained))}.")
     if num_draft_tokens < 1:
@@ -62,7 +69,10 @@ def export_difference(
     if size is not None and not 1 <= size <= (stored or 0):
         raise ValueError(f"draft_vocab_size={size} is out of range; the run has {stored or 'no'} draft tokens.")
 
-    weights = {name: tensor.to(torch.float16) for name, tensor in load_file(run / WEIGHTS_FILE).items()}
+    try:
+        weights = {name: tensor.to(torch.float16) for name, tensor in load_file(run / WEIGHTS_FILE).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{WEIGHTS_FILE} in run={str(run)!r} is damaged: {error}.") from error
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{name} in run={str(run)!r} has numbers that half precision cannot hold.")

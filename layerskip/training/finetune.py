@@ -21,6 +21,7 @@ from layerskip.training.run_folder import (
     checkpoint_to_continue,
     earlier_run,
     finished_weights,
+    has_result,
     save_trained,
     write_recipe,
 )
@@ -61,6 +62,11 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     _check_positions(layered, recipe.data.max_length)
     data = load_data(recipe.data, tokenizer, seed=args.seed)
     resumed = None if earlier is None else checkpoint_to_continue(recipe.output_dir, earlier, data.fingerprint)
+    if resumed is not None and recipe.max_minutes is not None and has_result(recipe.output_dir):
+        raise ValueError(
+            f"output_dir={recipe.output_dir!r} holds a run that ended when its time was over; to train further begin a "
+            "new one from what came out: as its model, or as lora.continue_from."
+        )
     # Every rank has looked into the folder before one of them writes there.
     PartialState().wait_for_everyone()
     draft_token_ids = _draft_token_ids(recipe, data, model, tokenizer)

@@ -85,7 +85,8 @@ class LoraSettings:
                 raise ValueError(
                     f"{pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}."
                 ) from error
-        if min(self.rank_pattern.values(), default=1) < 1 or min(self.alpha_pattern.values(), default=1.0) <= 0:
+        alphas = self.alpha_pattern.values()
+        if min(self.rank_pattern.values(), default=1) < 1 or not all(0.0 < alpha < float("inf") for alpha in alphas):
             raise ValueError(
                 f"rank_pattern={self.rank_pattern}, alpha_pattern={self.alpha_pattern}: ranks must be at least 1, "
                 "alphas above 0."
@@ -117,7 +118,8 @@ class Recipe:
         revision: of a model on the hub.
         draft_vocab_size: how many token ids a draft may choose from, the most frequent ones of the training data, which
             makes drafting cheaper and changes no output; null for the whole vocabulary.
-        max_minutes: end training after this time, with the learning rate falling to 0 by then; null for no limit.
+        max_minutes: end training after this time, with the learning rate falling to 0 by then; null for no limit. A run
+            that was interrupted and is resumed has the whole time again.
         resume: continue the run in `output_dir` from its last whole checkpoint; its recipe must be this one.
         trainer: any field of transformers' TrainingArguments, such as learning_rate, max_steps, seed, bf16,
             per_device_train_batch_size, gradient_accumulation_steps, eval_strategy, save_steps, report_to. YAML takes a
@@ -160,7 +162,6 @@ class Recipe:
             raise ValueError(f"max_minutes={self.max_minutes} is out of range; give minutes above 0, or null.")
         if self.max_minutes is not None:
             for clash, why in (
-                (self.resume and "resume=true", "would train for that time once more"),
                 (self.exits.curriculum == "gradual" and "exits.curriculum=gradual", "needs the number of steps"),
                 (
                     self.dropout.schedule == "exponential" and "dropout.schedule=exponential",

@@ -18,6 +18,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from layerskip.model.adapters import CONFIG_FILE
 from layerskip.model.draft_head import write_draft_token_ids
 from layerskip.training.checkpoint import saved_with, write_adapter_metadata
 
@@ -81,11 +82,16 @@ def checkpoint_to_continue(output_dir: str, before: str, now: str) -> str | None
     checkpoint = last_whole_checkpoint(output_dir)
     if checkpoint is not None:
         return str(checkpoint)
-    if any(Path(output_dir, name).is_file() for name in ("config.json", "adapter_config.json")):
+    if has_result(output_dir):
         raise ValueError(
             f"output_dir={output_dir!r} holds a finished run and no checkpoint to continue from; choose another folder."
         )
     return None
+
+
+def has_result(output_dir: str) -> bool:
+    """Whether a run in a folder came to its end and saved what it trained."""
+    return any(Path(output_dir, name).is_file() for name in ("config.json", CONFIG_FILE))
 
 
 def step_of(checkpoint: str | Path) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import layerskip
@@ -461,3 +461,24 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(
 def test_a_revision_beside_a_folder_of_adapters_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="revision='v2' is for models on the hub"):
         layerskip.load(folder, revision="v2")
+
+
+def test_adapters_without_finite_numbers_are_refused(folder: Path) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights[next(iter(weights))][0, 0] = float("nan")
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors in path_or_id=.*lora_.* has no finite numbers"):
+        layerskip.load(folder)
+
+
+@pytest.mark.parametrize("pattern", [[1], {"(": 3}])
+def test_settings_that_peft_cannot_read_are_refused(folder: Path, pattern: Any) -> None:
+    with pytest.raises(ValueError, match=r"do not fit their base model"):
+        layerskip.load(edit(folder, rank_pattern=pattern))
+
+
+def test_a_whole_model_with_adapters_beside_it_is_refused(base: Path, folder: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, base / name)
+    with pytest.raises(ValueError, match=r"holds a whole model \(config.json\) and adapters"):
+        layerskip.load(base)

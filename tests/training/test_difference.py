@@ -148,6 +148,24 @@ def test_an_export_that_fails_leaves_the_one_before(run: Path, tmp_path: Path, m
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+def test_a_whole_model_is_not_exported_onto(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run.parent / "base", tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"whole' holds a whole model \(config.json\)"):
+        export(run, tmp_path / "whole")
+    assert not (tmp_path / "whole" / "adapter_config.json").exists()
+
+
+def test_a_damaged_run_is_named(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    weights = tmp_path / "run" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors in run=.* is damaged"):
+        export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "run" / "layerskip.json").unlink()
+    with pytest.raises(ValueError, match=r"does not say which exits it trained"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
 def test_a_whole_checkpoint_is_no_difference(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run=.*base' holds no adapters"):
         export(run.parent / "base", tmp_path / "out")

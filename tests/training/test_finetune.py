@@ -217,6 +217,17 @@ def test_training_ends_when_its_time_is_over(folder: Path, tmp_path: Path) -> No
     assert layerskip.load(tmp_path / "run", exit_layer=2).generate("w5", max_new_tokens=2).statistics.emitted == 2
 
 
+def test_a_run_that_ended_by_its_time_is_not_trained_again(folder: Path, tmp_path: Path) -> None:
+    """An interrupted one goes on, for the whole time again."""
+    trainer = {**written(folder, tmp_path)["trainer"], "save_steps": 1}
+    finetune(recipe(folder, tmp_path / "run", max_minutes=1e-6, trainer=trainer))
+    again = recipe(folder, tmp_path / "run", max_minutes=1e-6, trainer=trainer, resume=True)
+    with pytest.raises(ValueError, match=r"holds a run that ended when its time was over; to train further begin a"):
+        finetune(again)
+    (tmp_path / "run" / "config.json").unlink()
+    assert finetune(again)["epoch"] == pytest.approx(0.4)
+
+
 def test_training_from_scratch(folder: Path, tmp_path: Path) -> None:
     scratch = {"from_config": kit.llama_config().to_diff_dict(), "tokenizer": str(folder / "model")}
     run = recipe(folder, tmp_path / "run", model=scratch, dropout={"p_max": 0.3, "schedule": "exponential"})

@@ -80,6 +80,7 @@ def test_values_get_the_types_of_their_keys(tmp_path: Path) -> None:
         ("lora.rank", 0, "lora: rank=0, alpha"),
         ("lora.rank_pattern", {"layers": 0}, "lora: rank_pattern={'layers': 0}.* ranks must be at least 1"),
         ("lora.alpha_pattern", {"layers": -1.0}, "lora: .*alphas above 0"),
+        ("lora.alpha_pattern", {"layers": float("nan")}, "lora: .*alphas above 0"),
         ("lora.rank_pattern", {"layers[": 4}, "lora: 'layers\\[' in rank_pattern or alpha_pattern is no regular expr"),
         ("lora", {"rank": 4, "continue_from": "x"}, "lora: continue_from='x': these adapters keep the shape"),
         ("draft_vocab_size", 0, "draft_vocab_size=0 is out of range"),
@@ -111,7 +112,6 @@ def test_what_needs_trained_weights_is_refused_for_a_model_from_scratch(change: 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("resume", True, "max_minutes=5.0 does not go with resume=true, which would train for that time once more"),
         ("exits.curriculum", "gradual", "does not go with exits.curriculum=gradual, which needs the number of steps"),
         ("dropout.schedule", "exponential", "does not go with dropout.schedule=exponential, which needs the number"),
     ],
