@@ -351,7 +351,7 @@ def test_without_a_list_the_full_head_alone_is_allowed(size: int) -> None:
 
 
 def test_a_stored_size_out_of_range_is_named_and_may_be_overridden() -> None:
-    with pytest.raises(ValueError, match=r"config\.json's layerskip\.draft_vocab_size=21 is out of range"):
+    with pytest.raises(ValueError, match=r"the checkpoint's draft_vocab_size=21 is out of range"):
         plan_of(stored=21)
     assert plan_of(stored=21, call=5).draft_vocab_size == 5
 
