@@ -31,7 +31,6 @@ from transformers import AutoConfig
 import layerskip
 from layerskip import demo
 from layerskip.comparison.audit import first_difference
-from layerskip.comparison.dtype_speed import ROWS, bfloat16_slowdown
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.decoding.text import GrowingText
@@ -60,12 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default 64)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", *DTYPES),
-        help="of the weights; auto (default): the checkpoint's, but float32 on a CPU on which bfloat16 is slower",
-    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="of the weights (default auto)")
     parser.add_argument(
         "--color",
         choices=("auto", "always", "never"),
@@ -119,7 +113,7 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
     if not is_trained:
         say_loading(arguments.model)
     options = {
-        "dtype": choose_dtype(arguments.dtype),
+        "dtype": arguments.dtype,
         "exit_layer": arguments.exit_layer,
         "num_draft_tokens": arguments.num_draft_tokens,
     }
@@ -130,17 +124,6 @@ def load(arguments: argparse.Namespace) -> layerskip.Engine:
         engine.exit_layer = min(round(UNTRAINED_EXIT * num_layers), num_layers - 1)
         print(f"The checkpoint names no exit layer: it was not trained for early exits. Using {engine.exit_layer}.")
     return engine
-
-
-def choose_dtype(choice: str) -> str:
-    """Returns the type of the weights of both strategies; where it is float32 by itself, it says why."""
-    if choice != "auto" or torch.cuda.is_available():
-        return choice
-    slowdown = bfloat16_slowdown()
-    if slowdown <= 1.0:
-        return choice
-    print(f"float32: on this CPU {ROWS} rows take {slowdown:.1f} times as long in bfloat16.")
-    return "float32"
 
 
 def say_loading(model: str) -> None:

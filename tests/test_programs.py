@@ -177,39 +177,6 @@ def test_both_answers_are_the_text_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("slowdown", "cuda", "options", "dtype"),
-    [
-        (2.5, False, [], "float32"),
-        (1.0, False, [], "auto"),
-        (2.5, True, [], "auto"),
-        (2.5, False, ["--dtype", "bfloat16"], "bfloat16"),
-    ],
-)
-def test_demo_takes_float32_where_bfloat16_is_slower(
-    checkpoint: str,
-    slowdown: float,
-    cuda: bool,
-    options: list[str],
-    dtype: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seen = []
-
-    def stop(path: str, **options: Any) -> None:
-        seen.append(options["dtype"])
-        raise ValueError("seen enough")
-
-    monkeypatch.setattr("layerskip.comparison.dtype_speed.bfloat16_slowdown", lambda: slowdown)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    monkeypatch.setattr("layerskip.decoding.engine.load", stop)
-    assert run(monkeypatch, "demo.py", "--model", checkpoint, *options) == 2
-    assert seen == [dtype]
-    line = "float32: on this CPU 8 rows take 2.5 times as long in bfloat16."
-    assert (line in capsys.readouterr().out) == (dtype == "float32")
-
-
-@pytest.mark.parametrize(
     ("options", "variables", "colored"),
     [
         ([], {}, False),
