@@ -14,13 +14,11 @@ what came out.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +31,19 @@ from layerskip import demo
 from layerskip.comparison.audit import first_difference
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
-from layerskip.decoding.text import GrowingText
 from layerskip.model.adapters import AdapterFolder
 from layerskip.model.loading import DTYPES
-from layerskip.program import as_chat, difference_folder, load_engine, run_program
+from layerskip.program import (
+    GREEN,
+    RESET,
+    add_color,
+    as_chat,
+    difference_folder,
+    load_engine,
+    run_program,
+    show_stream,
+    use_color,
+)
 from layerskip.prompt_file import Prompt
 
 if TYPE_CHECKING:
@@ -49,7 +56,6 @@ UNTRAINED_EXIT = 0.8
 # Enough to see the speed, few enough for a slow machine.
 GENERAL_PROMPTS = demo.PROMPTS[:3]
 TRAINING_ROWS = 12000
-GREEN, RESET = "\033[32m", "\033[0m"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,12 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default 64)")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="of the weights (default auto)")
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="green for accepted tokens; auto (default): on a terminal, unless NO_COLOR is set",
-    )
+    add_color(parser)
     parser.add_argument(
         "--train-minutes", type=float, metavar="M", help="train adapters on demo-base for so long first"
     )
@@ -199,20 +200,6 @@ class Answers:
     identical: str
 
 
-def use_color(choice: str) -> bool:
-    """Whether to colour the output; `choice` is auto, always or never."""
-    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-
-
-def painted(event: layerskip.StreamEvent, text: GrowingText) -> Iterator[str]:
-    """Yields the text of an event in runs of tokens, accepted drafts in green; no character is ever split."""
-    for accepted, run in itertools.groupby(zip(event.token_ids, event.accepted, strict=True), lambda pair: pair[1]):
-        piece = text.add(tuple(token for token, _ in run))
-        yield f"{GREEN}{piece}{RESET}" if accepted and piece else piece
-    if event.result is not None:
-        yield text.finish()
-
-
 @dataclass(frozen=True)
 class Answerer:
     """Shows a model's answers.
@@ -248,14 +235,7 @@ class Answerer:
 
     def _streamed(self, prompt: Prompt, strategy: str) -> layerskip.GenerationResult:
         """Prints an answer as it is settled and returns its result, which the last event carries."""
-        text = GrowingText(self.tokenizer)
-        events = self.engine.stream(prompt, strategy=strategy, **self.options)
-        while True:
-            event = next(events)
-            for piece in painted(event, text) if self.color else (event.text,):
-                print(piece, end="", flush=True)
-            if event.result is not None:
-                return event.result
+        return show_stream(self.engine.stream(prompt, strategy=strategy, **self.options), self.tokenizer, self.color)
 
     def compare(self, prompt: Prompt, plain: list[int], speculative: list[int]) -> str:
         """Returns whether the tokens of both strategies are the same, and if not, whether rounding explains it."""

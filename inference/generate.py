@@ -1,9 +1,11 @@
 """Generates text with any supported model from the command line.
 
     python inference/generate.py --model demo --chat --prompt "Name three rivers."
+    python inference/generate.py --model demo --chat --prompt "Tell me a story." --temperature 0.8 --top-p 0.95 --seed 1
     python inference/generate.py --model PATH_OR_ID --prompts prompts.txt --json
 
-Without --json the text appears as it is accepted, one prompt after the other. With --json every prompt gives one line:
+Without --json the text appears as it is accepted, one prompt after the other, on a terminal with accepted drafts in
+green. Decoding is greedy unless --temperature is given. With --json every prompt gives one line:
 {"prompt", "text", "token_ids", "finish_reason", "statistics"}. `--model demo` fetches SmolLM2-135M-Instruct, a
 dequantised 4-bit copy, and puts the checkout's adapters on top, which were trained to draft voice commands as JSON;
 `demo-base` leaves them out. `--exit-layer` may be left out where the checkpoint names one.
@@ -16,7 +18,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from layerskip.program import as_chat, load_engine, run_program
+import torch
+
+from layerskip.program import add_color, as_chat, load_engine, run_program, show_stream, use_color
 from layerskip.prompt_file import prompts_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,15 +46,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts (default 4)")
     parser.add_argument("--draft-vocab-size", type=int, help="draft from so many of the checkpoint's draft token ids")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+    parser.add_argument("--temperature", type=float, help="draw tokens at this temperature (default: the best token)")
+    parser.add_argument("--top-k", type=int, help="draw from the k best tokens")
+    parser.add_argument("--top-p", type=float, help="draw from the best tokens that hold this probability together")
+    parser.add_argument("--min-p", type=float, help="draw from tokens with this share of the best one's probability")
+    parser.add_argument("--seed", type=int, help="draw the same again; every prompt begins with it")
+    parser.add_argument("--stop", action="append", help="end the answer with this string; may be given several times")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--device", help="cpu, cuda, …; by default CUDA where there is a device")
+    add_color(parser)
     parser.add_argument("--json", action="store_true", help="one JSON line per prompt on standard output")
     return parser.parse_args()
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings for how tokens are chosen; raises ValueError by name for those that need a temperature."""
+    narrowing = {name: vars(arguments)[name] for name in ("top_k", "top_p", "min_p")}
+    given = {name: value for name, value in narrowing.items() if value is not None}
+    if arguments.temperature is not None:
+        return {"do_sample": True, "temperature": arguments.temperature, **given}
+    for name, value in (given | {"seed": arguments.seed}).items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is for drawing tokens; pass --temperature as well.")
+    return {"do_sample": False}
 
 
 def run() -> None:
     """Loads the model and answers every prompt."""
     arguments = parse_arguments()
+    sampling = sampling_options(arguments)
     texts: list[Any] = arguments.prompt or prompts_of(arguments.prompts)
     engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=arguments.device)
     if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
@@ -62,17 +86,17 @@ def run() -> None:
         "num_draft_tokens": arguments.num_draft_tokens,
         "draft_vocab_size": arguments.draft_vocab_size,
         "max_new_tokens": arguments.max_new_tokens,
-        "do_sample": False,
+        "stop_strings": arguments.stop,
+        **sampling,
     }
     for text, prompt in zip(texts, prompts, strict=True):
-        result = None
-        for event in engine.stream(prompt, **options):
-            if not arguments.json:
-                print(event.text, end="", flush=True)
-            result = event.result
+        if arguments.seed is not None:
+            options["generator"] = torch.Generator().manual_seed(arguments.seed)
         if not arguments.json:
+            show_stream(engine.stream(prompt, **options), engine.tokenizer, use_color(arguments.color))
             print("\n", flush=True)
-        elif result is not None:
+        else:
+            result = engine.generate(prompt, **options)
             answer = {
                 "prompt": text,
                 "text": None if result.texts is None else result.texts[0],

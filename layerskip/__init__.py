@@ -1,7 +1,16 @@
 """LayerSkip: one causal language model drafts with its early layers and verifies with the rest."""
 
 from layerskip.decoding.engine import Engine, load
+from layerskip.decoding.hook import SelfSpeculativeOutput, self_speculative
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.statistics import Statistics
 
-__all__ = ["Engine", "GenerationResult", "Statistics", "StreamEvent", "load"]
+__all__ = [
+    "Engine",
+    "GenerationResult",
+    "SelfSpeculativeOutput",
+    "Statistics",
+    "StreamEvent",
+    "load",
+    "self_speculative",
+]

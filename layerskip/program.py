@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from layerskip.decoding.engine import Engine
+    from layerskip.decoding.result import GenerationResult, StreamEvent
+    from layerskip.decoding.text import GrowingText
     from layerskip.prompt_file import Prompt
 
 # The demo's adapters in a checkout; they are no part of the installed package.
 DIFFERENCE = "inference/checkpoints/smollm2-135m-commands"
+GREEN, RESET = "\033[32m", "\033[0m"
 
 
 def run_program(run: Callable[[], None]) -> None:
@@ -82,6 +87,51 @@ def difference_folder(checkout: Path) -> Path:
             "in which they are, or take demo-base, the model without them."
         )
     return folder
+
+
+def add_color(parser: ArgumentParser) -> None:
+    """Adds the option --color."""
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="green for tokens that were drafted and accepted; auto (default): on a terminal, unless NO_COLOR is set",
+    )
+
+
+def use_color(choice: str) -> bool:
+    """Whether to colour the output; `choice` is auto, always or never."""
+    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def painted(event: StreamEvent, text: GrowingText) -> Iterator[str]:
+    """Yields the text of an event in runs of tokens, accepted drafts in green; no character is ever split."""
+    for accepted, run in itertools.groupby(zip(event.token_ids, event.accepted, strict=True), lambda pair: pair[1]):
+        piece = text.add(tuple(token for token, _ in run))
+        yield f"{GREEN}{piece}{RESET}" if accepted and piece else piece
+    if event.result is not None:
+        yield text.finish()
+
+
+def show_stream(
+    events: Iterator[StreamEvent], tokenizer: PreTrainedTokenizerBase | None, color: bool
+) -> GenerationResult:
+    """Prints an answer as it is settled and returns its result, which the last event carries.
+
+    Args:
+        events: of `Engine.stream`.
+        tokenizer: the engine's; without one there is no text to print.
+        color: whether accepted drafts are green.
+    """
+    from layerskip.decoding.text import GrowingText
+
+    text = None if tokenizer is None else GrowingText(tokenizer)
+    while True:
+        event = next(events)
+        for piece in painted(event, text) if color and text is not None else (event.text,):
+            print(piece, end="", flush=True)
+        if event.result is not None:
+            return event.result
 
 
 def answering_tokenizer(engine: Engine, model: str) -> PreTrainedTokenizerBase:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip.decoding.loop import DecodeLoop, DecodeSettings
-from layerskip.decoding.options import GenerationOptions, read_options
+from layerskip.decoding.call import Call
+from layerskip.decoding.handover import Handover, behind_cache, read_columns
+from layerskip.decoding.options import GenerationOptions, merged_config, token_ids, with_values
 from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
-from layerskip.decoding.prompts import Prompts, inferred_mask, read_prompts
+from layerskip.decoding.prompts import inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
-from layerskip.decoding.text import GrowingText
+from layerskip.model.cache import CachedTokens
 from layerskip.model.draft_head import check_draft_token_ids
 from layerskip.model.layered import LayeredModel
 from layerskip.model.loading import load_checkpoint
@@ -21,6 +22,7 @@ from layerskip.model.metadata import Metadata
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
 
 
 class Engine:
@@ -83,8 +85,13 @@ class Engine:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
-        cache: None = None,
-        generator: None = None,
+        cache: CachedTokens | None = None,
+        return_cache: bool = False,
+        generator: torch.Generator | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        streamer: BaseStreamer | None = None,
         generation_config: GenerationConfig | None = None,
         **arguments: Any,
     ) -> GenerationResult:
@@ -99,23 +106,42 @@ class Engine:
             exit_layer: E for this call.
             num_draft_tokens: γ for this call.
             draft_vocab_size: for this call.
-            cache: not supported.
-            generator: not supported; greedy decoding draws no random numbers.
+            cache: the `cache` of an earlier result of this model, for a conversation: the prompts are the whole
+                conversation so far, and what the cache holds of their beginnings is not processed again.
+            return_cache: give the result a `cache`.
+            generator: for `do_sample=True`, in place of torch's global generator; makes the call repeatable.
+            logits_processor: further logits processors, each a function of (ids, scores) alone; it sees every row as
+                `generate` shows it, padded on the left, its drafts included. What keeps a state is refused.
+            stopping_criteria: further stopping criteria, asked token by token; in a batch each returns one value for
+                each row.
+            prefix_allowed_tokens_fn: of a row's index and its ids, the tokens that may follow.
+            streamer: a transformers streamer, for one prompt: gets the prompt, then what each round emits at once.
             generation_config: settings of this call; the model's own fill what is left open.
             **arguments: single fields of `GenerationConfig`, such as `max_new_tokens`; they override both.
 
         Returns:
             A `GenerationResult`. Greedy tokens are those of `model.generate(do_sample=False)`: equal in fp32; in
-            bf16 and fp16 up to ties that rounding decides.
+            bf16 and fp16 up to ties that rounding decides. Sampled tokens are distributed as the full model's own.
 
         Raises:
             TypeError, ValueError: anything that cannot be done as asked, before any layer runs.
         """
-        _refuse_argument("cache", cache)
-        _refuse_argument("generator", generator)
-        wishes = Wishes(exit_layer, num_draft_tokens, draft_vocab_size)
-        call = self._prepare(prompts, attention_mask, strategy, wishes, generation_config, arguments)
-        return call.run()
+        call = self._prepare(
+            prompts,
+            attention_mask,
+            strategy,
+            Wishes(exit_layer, num_draft_tokens, draft_vocab_size),
+            generation_config,
+            arguments,
+            cache=cache,
+            return_cache=return_cache,
+            generator=generator,
+            streamer=streamer,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        )
+        return call.run(streamer)
 
     def stream(
         self,
@@ -126,6 +152,12 @@ class Engine:
         exit_layer: int | None = None,
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
+        cache: CachedTokens | None = None,
+        return_cache: bool = False,
+        generator: torch.Generator | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
         generation_config: GenerationConfig | None = None,
         **arguments: Any,
     ) -> Iterator[StreamEvent]:
@@ -137,8 +169,20 @@ class Engine:
         Raises:
             TypeError, ValueError: as `generate`, at the call itself; and for more than one prompt.
         """
-        wishes = Wishes(exit_layer, num_draft_tokens, draft_vocab_size)
-        call = self._prepare(prompt, attention_mask, strategy, wishes, generation_config, arguments)
+        call = self._prepare(
+            prompt,
+            attention_mask,
+            strategy,
+            Wishes(exit_layer, num_draft_tokens, draft_vocab_size),
+            generation_config,
+            arguments,
+            cache=cache,
+            return_cache=return_cache,
+            generator=generator,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        )
         if len(call.loop.rows) != 1:
             raise ValueError(f"stream takes one prompt, not {len(call.loop.rows)}; use generate for a batch.")
         return call.events()
@@ -175,6 +219,24 @@ class Engine:
         ids = 0 if self.draft_token_ids is None else len(self.draft_token_ids)
         return Limits(layered.num_layers, layered.vocab_size, ids)
 
+    def check_is_in_eval_mode(self) -> None:
+        """Checks that no part of the model is in train mode, where its outputs are random.
+
+        Raises:
+            ValueError: it is.
+        """
+        if any(module.training for module in self.model.modules()):
+            raise ValueError(
+                "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
+            )
+
+    def drafted_token_ids(self, plan: Plan) -> torch.Tensor | None:
+        """Returns the tokens that a plan drafts from, `(ids,)`, ascending; `None` for all of them."""
+        if plan.draft_vocab_size is None or self._ranked_ids is None:
+            return None
+        ascending, ranks = self._ranked_ids
+        return ascending[ranks < plan.draft_vocab_size]
+
     def _prepare(
         self,
         prompts: Any,
@@ -183,73 +245,64 @@ class Engine:
         wishes: Wishes,
         generation_config: GenerationConfig | None,
         arguments: dict[str, Any],
-    ) -> _Call:
+        *,
+        cache: CachedTokens | None,
+        return_cache: bool,
+        generator: torch.Generator | None,
+        streamer: BaseStreamer | None = None,
+        **functions: Any,
+    ) -> Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
         plan = self.plan(strategy, wishes)
-        if any(module.training for module in self.model.modules()):
-            raise ValueError(
-                "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
-            )
+        self.check_is_in_eval_mode()
+        # `None` leaves a length open, as in `generate`.
+        arguments = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None or name not in ("max_length", "min_length")
+        }
         read = read_prompts(prompts, self.tokenizer, attention_mask, layered.vocab_size)
-        options = read_options(self.model, generation_config, arguments, read.width)
+        config = merged_config(self.model, generation_config, arguments)
+        pad = GenerationOptions.of(config).pad_token_id
         if attention_mask is None and read.padded is not None:
-            mask = inferred_mask(read.padded, options.pad_token_id, options.eos_token_ids)
+            eos_token_ids = frozenset(token_ids("eos_token_id", config.eos_token_id))
+            mask = inferred_mask(read.padded, pad, eos_token_ids)
             read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
-        layered.check_length(max(len(row) for row in read.rows) + options.max_new_tokens)
-        draft_token_ids = None
-        if plan.draft_vocab_size is not None and self._ranked_ids is not None:
-            ascending, ranks = self._ranked_ids
-            draft_token_ids = ascending[ranks < plan.draft_vocab_size]
-        return _Call(layered, read, plan, options, self.tokenizer, draft_token_ids)
-
-
-class _Call:
-    """One prepared call: its loop, and what its result is made of."""
-
-    def __init__(
-        self,
-        model: LayeredModel,
-        prompts: Prompts,
-        plan: Plan,
-        options: GenerationOptions,
-        tokenizer: PreTrainedTokenizerBase | None,
-        draft_token_ids: torch.Tensor | None,
-    ) -> None:
-        self.prompts = prompts.tensor(options.pad_token_id)
-        self.plan = plan
-        self.options = options
-        self.tokenizer = tokenizer
-        exit_layer = model.num_layers if plan.exit_layer is None else plan.exit_layer
-        settings = DecodeSettings(
-            exit_layer=exit_layer,
-            depth=exit_layer if plan.strategy == "early_exit" else model.num_layers,
-            num_draft_tokens=0 if plan.num_draft_tokens is None else plan.num_draft_tokens,
-            max_new_tokens=options.max_new_tokens,
-            eos_token_ids=options.eos_token_ids,
-            keep_logits=options.output_scores or options.output_logits,
+        # transformers warns about outputs that are asked for without return_dict_in_generate; results here always
+        # carry them. It would look for a tokenizer if it saw stop strings, and drop the one that it is given.
+        open_values = {"return_dict_in_generate": True, "pad_token_id": pad}
+        generation_config, arguments = with_values(generation_config, arguments, **open_values)
+        if config.stop_strings is not None:
+            arguments = {**arguments, "stop_strings": None}
+        ids, mask = read.left_padded(0 if pad is None else pad, layered.device)
+        generate: Any = self.model.generate
+        handover = generate(
+            ids,
+            attention_mask=mask,
+            generation_config=generation_config,
+            custom_generate=Handover.take,
+            **{name: value for name, value in functions.items() if value is not None},
+            **arguments,
         )
-        self.loop = DecodeLoop(model, prompts.rows, settings, draft_token_ids)
-
-    def run(self) -> GenerationResult:
-        """Runs the loop to its end and returns the result."""
-        for _ in self.loop.blocks():
-            pass
-        return self._result()
-
-    def events(self) -> Iterator[StreamEvent]:
-        """Runs the loop for its only row and yields an event for prefill and for every round."""
-        text = None if self.tokenizer is None else GrowingText(self.tokenizer)
-        for (block,) in self.loop.blocks():
-            piece = "" if text is None else text.add(block.token_ids)
-            if self.loop.active:
-                yield StreamEvent(piece, block.token_ids, block.accepted)
-            else:
-                piece += "" if text is None else text.finish()
-                yield StreamEvent(piece, block.token_ids, block.accepted, self._result())
-
-    def _result(self) -> GenerationResult:
-        return GenerationResult.of(self.loop, self.prompts, self.plan, self.options, self.tokenizer)
+        columns = read_columns(layered, handover)
+        copies = len(columns.prompts) // len(read.rows)
+        rows = [row for row in read.rows for _ in range(copies)]
+        if cache is not None:
+            columns = behind_cache(columns, rows, cache, plan.depth(layered.num_layers))
+        return Call.prepare(
+            layered,
+            plan,
+            handover,
+            columns,
+            shown=read.tensor(pad).repeat_interleave(copies, dim=0),
+            tokenizer=self.tokenizer,
+            draft_token_ids=self.drafted_token_ids(plan),
+            generator=generator,
+            stop_strings=config.stop_strings,
+            streamer=streamer,
+            cached_prompts=rows if return_cache else None,
+        )
 
 
 def load(
@@ -301,8 +354,3 @@ def load(
         draft_vocab_size=draft_vocab_size,
         draft_token_ids=checkpoint.draft_token_ids,
     )
-
-
-def _refuse_argument(name: str, value: Any) -> None:
-    if value is not None:
-        raise ValueError(f"{name}={value!r} is not supported; leave it out.")

@@ -9,12 +9,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from layerskip.decoding.acceptance import accept_greedy
+from layerskip.decoding.choice import GreedyChoice, SampledChoice
+from layerskip.decoding.processors import Processors
 from layerskip.decoding.statistics import Tally
-from layerskip.model.cache import SharedCache
+from layerskip.decoding.stopping import Stops
+from layerskip.decoding.transcript import Transcript
+from layerskip.model.cache import Layers, SharedCache
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
+
+# The new tokens of a prompt: their ids, or their embeddings `(tokens, hidden)`.
+Prompt = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Past:
+    """What stands before the prompts already: keys and values of each layer, and how many slots of each row count."""
+
+    layers: Layers
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,16 +39,16 @@ class DecodeSettings:
         exit_layer: E, the layers that run token by token; equal to `depth` where nothing is drafted.
         depth: the layer whose exit gives the output: L, or E for an answer from the early layers alone.
         num_draft_tokens: γ; 0 drafts nothing, and a round is one step of plain decoding.
-        max_new_tokens: the budget of every row, at least 1.
-        eos_token_ids: tokens that end a row; they are part of the output.
-        keep_logits: keep the logits that each emitted token was chosen from.
+        stops: what ends a row.
+        keep_scores: keep the processed scores that each emitted token was chosen from.
+        keep_logits: keep these scores as they were before processing.
     """
 
     exit_layer: int
     depth: int
     num_draft_tokens: int
-    max_new_tokens: int
-    eos_token_ids: frozenset[int]
+    stops: Stops
+    keep_scores: bool = False
     keep_logits: bool = False
 
 
@@ -44,16 +58,18 @@ class Row:
 
     Attributes:
         index: its place in the caller's batch.
-        prompt: the prompt's token ids.
+        prompt_length: tokens of its prompt, those that came in a cache included.
         tokens: new token ids so far.
-        logits: what they were chosen from, `(vocabulary,)` in fp32 each, when asked for.
-        finish_reason: "stop" (an EOS token) or "length"; `None` while it goes on.
+        scores: what they were chosen from, `(vocabulary,)` in fp32 each, when asked for.
+        logits: the same before processing, when asked for.
+        finish_reason: "stop" (an EOS token or a stop string), "length" or "criteria"; `None` while it goes on.
         tally: its counts.
     """
 
     index: int
-    prompt: list[int]
+    prompt_length: int
     tokens: list[int] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     finish_reason: str | None = None
     tally: Tally = field(default_factory=Tally)
@@ -61,7 +77,7 @@ class Row:
     @property
     def committed(self) -> int:
         """Tokens that are settled; the cache holds all but the last."""
-        return len(self.prompt) + len(self.tokens)
+        return self.prompt_length + len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,19 @@ class Block:
     accepted: tuple[bool, ...]
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The full model's output for one pass.
+
+    Attributes:
+        logits: `(rows, width, vocabulary)`, in the model's type.
+        scores: what tokens are chosen from, in the same shape: processed, in fp32; without processors the logits.
+    """
+
+    logits: torch.Tensor
+    scores: torch.Tensor
+
+
 class DecodeLoop:
     """One generation call: its rows, its cache, and what is yet to do.
 
@@ -82,27 +111,46 @@ class DecodeLoop:
     def __init__(
         self,
         model: LayeredModel,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         settings: DecodeSettings,
+        *,
+        choice: GreedyChoice | SampledChoice | None = None,
+        transcript: Transcript | None = None,
+        processors: Processors | None = None,
         draft_token_ids: torch.Tensor | None = None,
+        past: Past | None = None,
     ) -> None:
-        """Allocates the cache for all `prompts` (non-empty lists of token ids); runs no layer yet.
+        """Allocates the cache for all `prompts` (none of them empty); runs no layer yet.
 
         Args:
+            choice: how tokens are chosen; greedily by default.
+            transcript: what processors and criteria see; `None` where there are neither.
+            processors: what turns logits into the scores that drafts and targets are chosen from.
             draft_token_ids: what drafts are chosen from, as `DraftHead.of` takes them; `None` for all tokens. They
                 never touch what is emitted.
+            past: what the cache holds already; the prompts are what follows.
 
         Raises:
-            ValueError: a head of which no rows can be taken for drafts.
+            ValueError: a head of which no rows can be taken for drafts, or a past that does not fit the model.
         """
         self.model = model
         self.settings = settings
-        self.rows = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
+        self.prompts = prompts
+        self.choice = GreedyChoice() if choice is None else choice
+        self.transcript = transcript
+        self.processors = processors
+        held = [0] * len(prompts) if past is None else past.lengths
+        self.rows = [Row(index, held[index] + len(prompt)) for index, prompt in enumerate(prompts)]
         self.active = list(self.rows)
+        # Rows in the order of the cache's buffers: the active ones first.
+        self.order = list(self.rows)
+        budget = settings.stops.max_new_tokens
         # The last emitted token is never processed, so the last slot stays free: dead tokens go there.
-        capacity = max(len(prompt) for prompt in prompts) + settings.max_new_tokens
+        capacity = max(row.prompt_length for row in self.rows) + budget
         self.scratch = capacity - 1
         self.cache = SharedCache(settings.depth, len(prompts), capacity)
+        if past is not None:
+            self.cache.restore(past.layers, past.lengths)
         self.rotary = model.rotary_tables(capacity)
         self.seconds: Counter[str] = Counter()
         begin = time.perf_counter()
@@ -115,21 +163,38 @@ class DecodeLoop:
         while self.active:
             yield self._round()
 
+    def kept(self) -> Layers:
+        """Returns the keys and values of all tokens that have passed the layers, in the caller's order of rows."""
+        places = {id(row): place for place, row in enumerate(self.order)}
+        return self.cache.kept([places[id(row)] for row in self.rows])
+
     @torch.inference_mode()
     def _prefill(self) -> list[Block]:
         """Runs all layers over the prompts and emits each row's first token."""
         begin = time.perf_counter()
         rows = list(self.active)
-        lengths = [len(row.prompt) for row in rows]
-        placement = Placement.prompt(lengths, self.model.device)
-        padded = [row.prompt + [0] * (placement.width - len(row.prompt)) for row in rows]
-        hidden = self._run(self._embed(padded, placement), 0, self.settings.depth, placement)
+        lengths = [len(prompt) for prompt in self.prompts]
+        starts = [row.prompt_length - length for row, length in zip(rows, lengths, strict=True)]
+        if any(starts):
+            placement = Placement.of(starts, lengths, max(lengths), self.scratch, self.model.device)
+        else:
+            placement = Placement.prompt(lengths, self.model.device)
+        hidden = self._run(self._embed_prompts(placement), 0, self.settings.depth, placement)
         last = torch.tensor(lengths, device=hidden.device) - 1
-        logits = self.model.logits(hidden[torch.arange(len(lengths), device=hidden.device), last].unsqueeze(1))
-        blocks = self._commit([[] for _ in rows], logits.argmax(-1).tolist(), logits)
+        states = hidden[torch.arange(len(lengths), device=hidden.device), last].unsqueeze(1)
+        nothing: list[list[int]] = [[] for _ in rows]
+        blocks = self._accept(nothing, self._score(states, nothing))
         self._roll_back()
         self._book(rows, prefill=time.perf_counter() - begin)
         return blocks
+
+    def _embed_prompts(self, placement: Placement) -> torch.Tensor:
+        """Returns the hidden state before layer 1 of all prompts, filled up to the longest, `(rows, width, hidden)`."""
+        embedded = [prompt for prompt in self.prompts if isinstance(prompt, torch.Tensor)]
+        if embedded:
+            padded = torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True).to(self.model.device)
+            return self.model.place(padded, placement.positions)
+        return self._embed([[*prompt, *[0] * (placement.width - len(prompt))] for prompt in self.prompts], placement)
 
     @torch.inference_mode()
     def _round(self) -> list[Block]:
@@ -139,17 +204,18 @@ class DecodeLoop:
         starts = [row.committed - 1 for row in rows]
         drafts, states = self._draft(starts)
         drafted = time.perf_counter()
-        # The last draft passes the early layers too: if all are accepted, its keys must be there.
-        states.append(self._early_pass(starts, drafts, len(states)))
+        if max(map(len, drafts)) == len(states):
+            # The last draft passes the early layers too: if all are accepted, its keys must be there.
+            states.append(self._early_pass(starts, drafts, len(states)))
         live = [len(draft) + 1 for draft in drafts]
         placement = Placement.of(starts, live, len(states), self.scratch, self.model.device)
         hidden = states[0] if len(states) == 1 else torch.cat(states, dim=1)
-        logits = self.model.logits(self._run(hidden, self.settings.exit_layer, self.settings.depth, placement))
-        targets = logits.argmax(-1).tolist()
-        verified = time.perf_counter()
+        hidden = self._run(hidden, self.settings.exit_layer, self.settings.depth, placement)
         for row, draft in zip(rows, drafts, strict=True):
             row.tally.draft_tokens_processed += len(draft)
-        blocks = self._commit(drafts, targets, logits)
+        scored = self._score(hidden, drafts)
+        verified = time.perf_counter()
+        blocks = self._accept(drafts, scored)
         self._roll_back()
         self._book(rows, draft=drafted - begin, verify=verified - drafted, other=time.perf_counter() - verified)
         return blocks
@@ -159,9 +225,10 @@ class DecodeLoop:
 
         Returns:
             The drafts of each row, and the exit states of every step, `(rows, 1, hidden)` each: those of the last
-            token and of all drafts but the last, so that layers 1..E never see them again.
+            token and of the drafts that others were drafted after, so that layers 1..E never see them again.
         """
-        left = [self.settings.max_new_tokens - len(row.tokens) - 1 for row in self.active]
+        stops = self.settings.stops
+        left = [stops.max_new_tokens - len(row.tokens) - 1 for row in self.active]
         drafts: list[list[int]] = [[] for _ in self.active]
         states: list[torch.Tensor] = []
         while True:
@@ -170,20 +237,33 @@ class DecodeLoop:
                 index
                 for index, draft in enumerate(drafts)
                 if len(draft) == step < min(self.settings.num_draft_tokens, left[index])
-                and not (draft and draft[-1] in self.settings.eos_token_ids)
+                and not (draft and draft[-1] in stops.eos_token_ids)
             ]
             if not drafting:
                 return drafts, states
             states.append(self._early_pass(starts, drafts, step))
-            choices = self._choose(states[-1]).tolist()
-            for index in drafting:
-                drafts[index].append(choices[index][0])
+            for index, token in self._choose(states[-1], drafting, step).items():
+                drafts[index].append(token)
+                self._write(self.active[index], len(self.active[index].tokens) + step, [token])
 
-    def _choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the drafts that follow exit states `(rows, 1, hidden)`: token ids `(rows, 1)`."""
-        if self.draft_head is None:
-            return self.model.logits(hidden).argmax(-1)
-        return self.draft_head.choose(hidden)
+    def _choose(self, hidden: torch.Tensor, drafting: list[int], step: int) -> dict[int, int]:
+        """Returns the drafts that follow exit states `(rows, 1, hidden)`, by the row's place among the active ones.
+
+        A row has none where the processors leave none of the tokens that can be drafted.
+        """
+        if self.processors is None and self.draft_head is not None and isinstance(self.choice, GreedyChoice):
+            tokens = self.draft_head.choose(hidden)[:, 0].tolist()
+            return {index: tokens[index] for index in drafting}
+        logits = self.model.logits(hidden) if self.draft_head is None else self.draft_head.full_logits(hidden)
+        if self.processors is None:
+            tokens = self.choice.draft(logits[:, 0]).tolist()
+            return {index: tokens[index] for index in drafting}
+        scores = logits[:, 0].to(torch.float32, copy=True)
+        rows = [self.active[index] for index in drafting]
+        counts = [len(row.tokens) + step for row in rows]
+        scores[drafting], alive = self.processors(scores[drafting], [row.index for row in rows], counts)
+        tokens, usable = torch.stack([self.choice.draft(scores)[drafting], alive.long()]).tolist()
+        return {index: token for index, token, use in zip(drafting, tokens, usable, strict=True) if use}
 
     def _early_pass(self, starts: list[int], drafts: list[list[int]], step: int) -> torch.Tensor:
         """Runs layers 1..E over the `step`-th token of the round in each row that has one; the others' are dead.
@@ -215,39 +295,65 @@ class DecodeLoop:
                 row.tally.late_layer_tokens += live
         return self.model.run(hidden, start, stop, placement=placement, cache=self.cache, rotary=self.rotary)
 
-    def _commit(self, drafts: list[list[int]], targets: list[list[int]], logits: torch.Tensor) -> list[Block]:
+    def _score(self, hidden: torch.Tensor, drafts: list[list[int]]) -> Scored:
+        """Returns the full head's output for states `(rows, width, hidden)`: after the last token and every draft."""
+        logits = self.model.logits(hidden)
+        if self.processors is None:
+            return Scored(logits, logits)
+        places = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]
+        index, offset = torch.tensor(places, device=logits.device).unbind(1)
+        rows = [self.active[place] for place, _ in places]
+        scores = logits.to(torch.float32, copy=True)
+        scores[index, offset], _ = self.processors(
+            scores[index, offset],
+            [row.index for row in rows],
+            [len(row.tokens) + offset for row, (_, offset) in zip(rows, places, strict=True)],
+        )
+        return Scored(logits, scores)
+
+    def _accept(self, drafts: list[list[int]], scored: Scored) -> list[Block]:
         """Settles what each row emits: its accepted drafts and the target that follows, cut at the first stop.
 
         Args:
             drafts: of each active row.
-            targets: the full model's choices for each active row, at least one more than drafts.
-            logits: what these were chosen from, `(rows, width, vocabulary)`.
+            scored: the full model's output after each row's last token and after each of its drafts.
         """
         blocks = []
-        for index, (row, draft, target) in enumerate(zip(self.active, drafts, targets, strict=True)):
-            accepted = accept_greedy(draft, target)
-            emitted = [*draft[:accepted], target[accepted]]
-            for count, token in enumerate(emitted, start=1):
-                if token in self.settings.eos_token_ids:
-                    row.finish_reason = "stop"
-                elif len(row.tokens) + count == self.settings.max_new_tokens:
-                    row.finish_reason = "length"
+        accepted, targets = self.choice.verify(scored.scores, drafts)
+        for place, (row, draft, count, target) in enumerate(zip(self.active, drafts, accepted, targets, strict=True)):
+            before = len(row.tokens)
+            emitted = [*draft[:count], target]
+            self._write(row, before, emitted)
+            for offset, token in enumerate(emitted):
+                if self.processors is not None:
+                    self.processors.require(row.index, before + offset)
+                row.tokens.append(token)
+                # Copies, since a view would keep the whole round's output alive.
+                if self.settings.keep_scores:
+                    row.scores.append(scored.scores[place, offset].to(torch.float32, copy=True))
+                if self.settings.keep_logits:
+                    row.logits.append(scored.logits[place, offset].to(torch.float32, copy=True))
+                shown = row.scores if self.settings.keep_scores else None
+                row.finish_reason = self.settings.stops.reason(row.index, row.tokens, self.transcript, shown)
                 if row.finish_reason is not None:
-                    emitted = emitted[:count]
                     break
-            kept = min(accepted, len(emitted))
-            was_cut = len(emitted) <= accepted
-            if row.tokens:
+            length = len(row.tokens) - before
+            if self.transcript is not None:
+                self.transcript.clear(row.index, len(row.tokens))
+            kept = min(count, length)
+            was_cut = length <= count
+            if before:
                 row.tally.outcomes[kept if was_cut else len(draft), kept] += 1
                 row.tally.cut += was_cut
-            row.tally.emitted += len(emitted)
-            row.tokens += emitted
-            if self.settings.keep_logits:
-                # A copy, since a view would keep the whole round's logits alive.
-                row.logits += logits[index, : len(emitted)].to(torch.float32, copy=True).unbind()
-            flags = tuple(position < kept for position in range(len(emitted)))
-            blocks.append(Block(row.index, tuple(emitted), flags))
+            row.tally.emitted += length
+            flags = tuple(position < kept for position in range(length))
+            blocks.append(Block(row.index, tuple(row.tokens[before:]), flags))
         return blocks
+
+    def _write(self, row: Row, start: int, tokens: list[int]) -> None:
+        """Shows processors and criteria the new tokens of a row from its `start`-th on."""
+        if self.transcript is not None:
+            self.transcript.write(row.index, start, tokens)
 
     def _book(self, rows: list[Row], **seconds: float) -> None:
         """Books the time of a round's phases to the call and to every row that took part."""
@@ -257,10 +363,10 @@ class DecodeLoop:
     def _roll_back(self) -> None:
         """Cuts the cache to what is settled, and moves finished rows behind the active ones."""
         self.cache.rollback([row.committed - 1 for row in self.active])
-        for index in reversed(range(len(self.active))):
-            if self.active[index].finish_reason is not None:
+        for place in reversed(range(len(self.active))):
+            if self.active[place].finish_reason is not None:
                 last = len(self.active) - 1
-                if index != last:
-                    self.cache.swap(index, last)
-                self.active[index] = self.active[last]
-                self.active.pop()
+                if place != last:
+                    self.cache.swap(place, last)
+                    self.order[place], self.order[last] = self.order[last], self.order[place]
+                self.active = self.order[:last]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +12,43 @@ from transformers import GenerationConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# `generate` itself turns these into lengths, processors and criteria before decoding begins.
 HONOURED = {
     "max_new_tokens",
     "max_length",
+    "min_new_tokens",
+    "min_length",
+    "max_time",
+    "stop_strings",
     "eos_token_id",
     "pad_token_id",
     "output_scores",
     "output_logits",
+    "do_sample",
+    "num_return_sequences",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "renormalize_logits",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "remove_invalid_values",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "watermarking_config",
 }
-WHOLE_NUMBERS = ("max_new_tokens", "max_length", "pad_token_id")
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+WHOLE_NUMBERS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "pad_token_id")
 # They name tokens that start a text where there is no prompt, or say where the settings come from.
 METADATA = {"_from_model_config", "transformers_version", "bos_token_id", "decoder_start_token_id"}
-# `generate` reads them beside do_sample=True, num_beams > 1 or an assistant, which are refused, or as the form of its
-# output.
-WITHOUT_EFFECT_WHEN_GREEDY = {
+# `generate` reads them beside num_beams > 1 or an assistant, which are refused, or as the form of its output.
+WITHOUT_EFFECT = {
     "return_dict_in_generate",
     "disable_compile",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
     "length_penalty",
     "early_stopping",
     "num_assistant_tokens",
@@ -50,98 +63,90 @@ SWITCHED_OFF: dict[str, Any] = {
     "return_dict_in_generate": True,
     "disable_compile": True,
     "cache_implementation": "dynamic",
-    "min_new_tokens": 0,
     "guidance_scale": 1,
 }
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The generation settings of one call.
+    """What is left of a call's settings once `generate` has made lengths, processors and criteria of the others.
 
     Attributes:
-        max_new_tokens: the budget of every row.
-        eos_token_ids: tokens that end a row.
+        do_sample: draw tokens, instead of taking the best one.
         pad_token_id: fills finished rows; as in `generate` the first EOS token where none is set.
         output_scores: return the processed scores of every emitted token.
         output_logits: return the logits of every emitted token.
     """
 
-    max_new_tokens: int
-    eos_token_ids: frozenset[int]
+    do_sample: bool
     pad_token_id: int | None
     output_scores: bool
     output_logits: bool
 
+    @classmethod
+    def of(cls, config: GenerationConfig) -> GenerationOptions:
+        """Returns the options of a config that `generate` has filled in.
 
-def read_options(
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
-    arguments: dict[str, Any],
-    prompt_tokens: int,
-) -> GenerationOptions:
-    """Returns what a call's generation settings amount to, with the precedence that `generate` gives them.
+        Raises:
+            TypeError: a token id that is no integer.
+        """
+        eos_token_ids = token_ids("eos_token_id", config.eos_token_id)
+        pad_token_id = config.pad_token_id
+        if pad_token_id is not None:
+            _check_whole_number("pad_token_id", pad_token_id)
+        elif eos_token_ids:
+            pad_token_id = eos_token_ids[0]
+        return cls(bool(config.do_sample), pad_token_id, bool(config.output_scores), bool(config.output_logits))
 
-    Args:
-        model: its `generation_config` fills what the call leaves open.
-        generation_config: the call's own, or `None`.
-        arguments: single `GenerationConfig` fields of the call; they override both.
-        prompt_tokens: the length of the longest prompt, padding included.
+
+def with_values(
+    generation_config: GenerationConfig | None, arguments: dict[str, Any], **values: Any
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Returns a call's config and arguments with some fields set, for `generate`; the caller's config does not change.
+
+    The fields go into the config where there is one, since transformers warns about a config with arguments beside it.
+    """
+    if generation_config is None:
+        return None, {**arguments, **values}
+    changed = copy.deepcopy(generation_config)
+    for name, value in values.items():
+        setattr(changed, name, value)
+    return changed, {name: value for name, value in arguments.items() if name not in values}
+
+
+def merged_config(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, arguments: dict[str, Any]
+) -> GenerationConfig:
+    """Returns the settings of a call as `generate` merges them: arguments, then the call's config, then the model's.
 
     Raises:
-        TypeError: an argument that no `GenerationConfig` has.
-        ValueError: a setting that is not supported, or a length that leaves nothing to generate.
+        TypeError: an argument that no `GenerationConfig` has, or one that is no integer where one is needed.
+        ValueError: a setting that is not supported, or that has no effect.
     """
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
-    # `None` leaves a length open, as in `generate`.
-    arguments = {name: value for name, value in arguments.items() if not (name == "max_length" and value is None)}
     for name, value in arguments.items():
         if name not in vars(GenerationConfig()):
             raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
         if name in WHOLE_NUMBERS and value is not None:
             _check_whole_number(name, value)
-    # transformers warns about outputs that are asked for without this; results here always carry them.
-    if generation_config is None:
-        arguments = {"return_dict_in_generate": True} | arguments
-    else:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.return_dict_in_generate = True
     prepare: Any = model._prepare_generation_config
-    config, _ = prepare(generation_config, **arguments)
-    _refuse_unsupported(config, arguments)
-    eos_token_ids = _token_ids("eos_token_id", config.eos_token_id)
-    pad_token_id = config.pad_token_id
-    if pad_token_id is not None:
-        _check_whole_number("pad_token_id", pad_token_id)
-    elif eos_token_ids:
-        pad_token_id = eos_token_ids[0]
-    lengths = [model.generation_config.max_length, arguments.get("max_length")]
-    lengths += [] if generation_config is None else [generation_config.max_length]
-    return GenerationOptions(
-        max_new_tokens=_budget(config, all(length is None for length in lengths), prompt_tokens, model),
-        eos_token_ids=frozenset(eos_token_ids),
-        pad_token_id=pad_token_id,
-        output_scores=bool(config.output_scores),
-        output_logits=bool(config.output_logits),
-    )
+    config: GenerationConfig = prepare(generation_config, **arguments)[0]
+    check_supported(config, arguments)
+    return config
 
 
-def _check_whole_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer.")
+def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> None:
+    """Checks that a config asks for nothing that is not done here.
 
+    Args:
+        config: as `generate` has merged it.
+        wishes: names of the settings that the call itself brought along. A checkpoint's habits for sampling or beams
+            change nothing in greedy decoding; a caller's wish would be ignored, and is refused.
 
-def _token_ids(name: str, value: Any) -> list[int]:
-    """Returns the ids that a setting names: one, several, or none."""
-    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise TypeError(f"{name}={value!r} must be an integer or a list of integers.")
-    return ids
-
-
-def _refuse_unsupported(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    Raises:
+        ValueError: a setting that is not supported, or that has no effect; the message says how to switch it off.
+    """
     off = GenerationConfig._get_default_generation_params() | SWITCHED_OFF
     for name in sorted(set(vars(GenerationConfig())) - HONOURED - METADATA):
         value = vars(config)[name]
@@ -151,39 +156,33 @@ def _refuse_unsupported(config: GenerationConfig, arguments: dict[str, Any]) -> 
             is_off = value is not False
         if is_off:
             continue
-        if name not in WITHOUT_EFFECT_WHEN_GREEDY:
-            origin = "in this call" if name in arguments else "in the generation_config"
+        if name in SAMPLING:
+            if name in wishes and not config.do_sample:
+                raise ValueError(
+                    f"{name}={value!r} has no effect on greedy decoding; pass do_sample=True, or leave it out."
+                )
+        elif name not in WITHOUT_EFFECT:
+            origin = "in this call" if name in wishes else "in the generation_config"
             raise ValueError(
                 f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off."
             )
-        # A checkpoint's defaults for sampling or beams change nothing in greedy decoding; a caller's wish would.
-        if name in arguments:
-            raise ValueError(f"{name}={value!r} has no effect on greedy decoding, the only kind here; leave it out.")
+        elif name in wishes:
+            raise ValueError(f"{name}={value!r} has no effect without beams or an assistant; leave it out.")
 
 
-def _budget(config: GenerationConfig, default_length: bool, prompt_tokens: int, model: PreTrainedModel) -> int:
-    """Returns how many tokens each row may emit; `max_length` counts the prompt with its padding, as in `generate`."""
-    if config.max_new_tokens is not None:
-        _check_whole_number("max_new_tokens", config.max_new_tokens)
-    _check_whole_number("max_length", config.max_length)
-    if config.max_new_tokens is not None:
-        if not default_length:
-            warnings.warn(
-                f"max_new_tokens={config.max_new_tokens} takes precedence over max_length={config.max_length}.",
-                stacklevel=5,  # the line that called the engine
-            )
-        budget = config.max_new_tokens
-        name, value = "max_new_tokens", budget
-    elif default_length:
-        limit = model.config.max_position_embeddings
-        budget = min(config.max_length, limit - prompt_tokens)
-        name, value = "max_position_embeddings", limit
-    else:
-        budget = config.max_length - prompt_tokens
-        name, value = "max_length", config.max_length
-    if budget < 1:
-        raise ValueError(
-            f"{name}={value} leaves nothing to generate after a prompt of {prompt_tokens} tokens; shorten the prompt "
-            "or pass a larger max_new_tokens."
-        )
-    return budget
+def _check_whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer.")
+
+
+def token_ids(name: str, value: Any) -> list[int]:
+    """Returns the ids that a setting names: one, several, or none.
+
+    Raises:
+        TypeError: one that is no integer.
+    """
+    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"{name}={value!r} must be an integer or a list of integers.")
+    return ids

@@ -29,6 +29,10 @@ class Plan:
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
 
+    def depth(self, num_layers: int) -> int:
+        """Returns the layer whose exit gives the output: the last one, or E for an answer from the early layers."""
+        return self.exit_layer if self.strategy == "early_exit" and self.exit_layer is not None else num_layers
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -33,6 +33,20 @@ class Prompts:
         """The length of the longest row, padding included."""
         return max(len(row) for row in self.rows) if self.padded is None else self.padded.shape[1]
 
+    def left_padded(self, pad_token_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the prompts as `generate` wants them, with padding on the left: ids and mask, `(batch, tokens)`.
+
+        Ids that the caller padded on the left stay as they are.
+        """
+        padding = [self.width - len(row) for row in self.rows]
+        mask = [[0] * pads + [1] * len(row) for pads, row in zip(padding, self.rows, strict=True)]
+        ids = [[pad_token_id] * pads + row for pads, row in zip(padding, self.rows, strict=True)]
+        if self.padded is not None:
+            given = self.padded.tolist()
+            if all(shown[pads:] == row for shown, pads, row in zip(given, padding, self.rows, strict=True)):
+                ids = given
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
     def tensor(self, pad_token_id: int | None) -> torch.Tensor:
         """Returns the prompts as `(batch, tokens)`, in the layout that `generate` would return them in.
 

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from layerskip.model.placement import Placement
+
+# Keys and values of each layer, `(rows, heads, slots, head size)`, where slot i of a row holds its position i.
+Layers = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedTokens:
+    """The keys and values of tokens that a call has processed, for a later call to go on from.
+
+    Attributes:
+        token_ids: of each row, the tokens whose states its first slots hold; what lies behind them does not count.
+        layers: keys and values of each layer, as many slots as the longest row has tokens.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    layers: Layers = field(repr=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each row."""
+        return tuple(len(row) for row in self.token_ids)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers whose states are held."""
+        return len(self.layers)
 
 
 class SharedCacheLayer(CacheLayerMixin):
@@ -49,6 +76,19 @@ class SharedCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.lengths = placement.ends + self.lengths[len(placement.ends) :]
         return _store(self.keys, key_states, placement), _store(self.values, value_states, placement)
+
+    def kept(self, order: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of the keys and values of the rows in `order`, cut to the longest of them."""
+        rows, longest = list(order), max(self.lengths[row] for row in order)
+        return self.keys[rows, :, :longest], self.values[rows, :, :longest]
+
+    def restore(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """Allocates the buffers and copies the first slots of all rows into them, up to the longest of `lengths`."""
+        self.lazy_initialization(key_states, value_states)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            # Behind a shorter row's end this takes in what never counts, as a rollback would leave it.
+            buffer[:, :, : max(lengths)] = states[:, :, : max(lengths)]
+        self.lengths = lengths
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
@@ -134,3 +174,65 @@ class SharedCache(Cache):
         """Exchanges two rows in every layer."""
         for layer in self.shared_layers:
             layer.swap(first, second)
+
+    def kept(self, order: Sequence[int]) -> Layers:
+        """Returns the states of some rows after a round, for `restore` in a later call.
+
+        They are copies, so that the buffers, which have room for the whole budget, can go.
+
+        Args:
+            order: the buffer rows to take, at least one, in the order to return them in.
+
+        Returns:
+            Keys and values of each layer, `(len(order), heads, slots, head size)`, as many slots as the longest of
+            the rows has tokens.
+
+        Raises:
+            RuntimeError: nothing was stored yet.
+        """
+        if not self.is_initialized:
+            raise RuntimeError("SharedCache.kept has nothing to return before all layers have stored states.")
+        return tuple(layer.kept(order) for layer in self.shared_layers)
+
+    @torch.no_grad()
+    def restore(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]) -> None:
+        """Fills a cache that nothing was stored in with states of earlier tokens, so that a pass can go on behind them.
+
+        The buffers are allocated once, with the full capacity, in the type and place of the states; these are copied.
+
+        Args:
+            layers: keys and values of each layer, `(rows, heads, slots, head size)`, where slot i of a row holds its
+                position i.
+            lengths: how many of the first slots of each row count. Fewer than are held is a common prefix.
+
+        Raises:
+            RuntimeError: something was stored before.
+            ValueError: other layers or rows than the cache's, keys that do not fit their values, or a length that is
+                negative, more than the states have slots, or more than the capacity; nothing has changed then.
+        """
+        wanted = tuple(lengths)
+        if any(layer.is_initialized for layer in self.shared_layers):
+            raise RuntimeError("SharedCache.restore fills a new cache only; this one holds states already.")
+        if len(layers) != len(self.shared_layers):
+            raise ValueError(
+                f"layers holds the states of {len(layers)} layers; the cache has {len(self.shared_layers)}."
+            )
+        for index, (layer, (keys, values)) in enumerate(zip(self.shared_layers, layers, strict=True), start=1):
+            if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+                raise ValueError(
+                    f"the keys {tuple(keys.shape)} and values {tuple(values.shape)} of layer {index} do not fit; both "
+                    "are (rows, heads, slots, head size)."
+                )
+            if not keys.shape[0] == len(wanted) == layer.rows:
+                raise ValueError(
+                    f"layer {index} holds the states of {keys.shape[0]} rows, and lengths={wanted} is for "
+                    f"{len(wanted)}; the cache has {layer.rows} rows."
+                )
+            limit = min(keys.shape[2], layer.capacity)
+            if any(not 0 <= length <= limit for length in wanted):
+                raise ValueError(
+                    f"lengths={wanted} must lie between 0 and {limit}: layer {index} brings {keys.shape[2]} slots, "
+                    f"and the cache has room for {layer.capacity}."
+                )
+        for layer, (keys, values) in zip(self.shared_layers, layers, strict=True):
+            layer.restore(keys, values, wanted)

@@ -78,6 +78,13 @@ class DraftHead:
         logits = nn.functional.linear(normed, self.weight, self.bias)
         return self.layered.family.finish_logits(logits, self.layered.config)
 
+    def full_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of `token_ids` in rows as wide as the vocabulary, `(..., vocabulary)`; −inf elsewhere."""
+        logits = self.logits(hidden)
+        full = logits.new_full((*logits.shape[:-1], self.layered.vocab_size), float("-inf"))
+        full[..., self.token_ids] = logits
+        return full
+
     def choose(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the most likely of `token_ids` after hidden states `(..., hidden)`: token ids `(...)`."""
         return self.token_ids[self.logits(hidden).argmax(-1)]

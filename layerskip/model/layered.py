@@ -36,8 +36,8 @@ class RotaryTables:
 class LayeredModel:
     """Runs a transformers causal LM in spans of layers, through its own modules, changing nothing in it.
 
-    `embed`, `run` and `logits` are the whole interface. Layers are counted from 1: `run(hidden, 0, E, …)` executes
-    layers 1..E, and its output is what transformers calls `hidden_states[E]`.
+    `embed`, `run` and `logits` are the whole interface, with `place` for prompts that come embedded. Layers are counted
+    from 1: `run(hidden, 0, E, …)` executes layers 1..E, and its output is what transformers calls `hidden_states[E]`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -137,10 +137,16 @@ class LayeredModel:
             ids: token ids `(rows, width)`.
             positions: `(rows or 1, width)`; used by families with learned positions only.
         """
-        hidden = self.embedding(ids)
-        if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding(positions)
-        return hidden
+        return self.place(self.embedding(ids), positions)
+
+    def place(self, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden state before layer 1 of tokens that come embedded, `(rows, width, hidden)`.
+
+        Args:
+            embedded: what the model's embedding module gives for tokens, or the caller's own, `(rows, width, hidden)`.
+            positions: `(rows or 1, width)`; added by families with learned positions only.
+        """
+        return embedded if self.position_embedding is None else embedded + self.position_embedding(positions)
 
     def run(
         self,

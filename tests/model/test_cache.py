@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from layerskip.model.cache import SharedCache, SharedCacheLayer
+from layerskip.model.cache import CachedTokens, SharedCache, SharedCacheLayer
 from layerskip.model.layered import LayeredModel, RotaryTables
 from layerskip.model.placement import Placement
 from tests import kit
@@ -302,6 +302,28 @@ class Driven:
         self.cache.rollback([len(row) for row in self.rows])
         return exits, self.model.logits(hidden)
 
+    @torch.no_grad()
+    def extend(self, following: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Passes `following[row]` behind each row's tokens through all layers; returns `(rows, width, vocabulary)`."""
+        starts, live = [len(row) for row in self.rows], [len(tokens) for tokens in following]
+        placement = Placement.of(starts, live, max(live), self.scratch, CPU)
+        ids = torch.tensor([[*tokens, *[0] * (placement.width - len(tokens))] for tokens in following])
+        hidden = self.forward(self.model.embed(ids, placement.positions), 0, self.model.num_layers, placement)
+        for row, tokens in zip(self.rows, following, strict=True):
+            row += tokens
+        return self.model.logits(hidden)
+
+    def kept(self, order: Sequence[int]) -> CachedTokens:
+        """Returns what the cache holds of the rows in `order`."""
+        return CachedTokens(tuple(tuple(self.rows[row]) for row in order), self.cache.kept(order))
+
+    @classmethod
+    def restored(cls, model: PreTrainedModel, cached: CachedTokens, lengths: Sequence[int], budget: int) -> Driven:
+        """Returns rows that hold the first `lengths[row]` tokens of `cached` in a cache of their own."""
+        driven = cls(model, [row[:length] for row, length in zip(cached.token_ids, lengths, strict=True)], budget)
+        driven.cache.restore(cached.layers, lengths)
+        return driven
+
 
 @torch.no_grad()
 def fresh_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
@@ -441,6 +463,183 @@ def test_cached_keys_after_partial_acceptance_equal_those_of_a_fresh_prefill(fam
         for layer, expected in zip(driven.cache.shared_layers, fresh.cache.shared_layers, strict=True):
             keys = layer.keys[row, :, : len(tokens)]
             torch.testing.assert_close(keys, expected.keys[0, :, : len(tokens)], rtol=0, atol=1e-5)
+
+
+# Keeping the states of a call and going on from them in the next one
+
+
+def uninterrupted(family: str) -> tuple[PreTrainedModel, Driven]:
+    """Returns a model and two rows of different lengths in it, after all rounds."""
+    model = kit.build(kit.CONFIGS[family]())
+    driven = Driven(model, [kit.PROMPT, SECOND_PROMPT])
+    driven.prefill()
+    for drafts, keep in ROUNDS:
+        driven.round(drafts, keep)
+    return model, driven
+
+
+FOLLOWING = [[40, 41, 42], [9]]
+
+
+@pytest.mark.parametrize("family", list(kit.CONFIGS))
+def test_restored_rows_go_on_as_if_never_interrupted(family: str) -> None:
+    model, driven = uninterrupted(family)
+    cached = driven.kept([0, 1])
+    restored = Driven.restored(model, cached, cached.lengths, budget=30)
+    assert restored.cache.get_max_length() > driven.cache.get_max_length()
+    before = [list(row) for row in driven.rows]
+    actual, expected = restored.extend(FOLLOWING), driven.extend(FOLLOWING)
+    for row, tokens in enumerate(FOLLOWING):
+        width = len(tokens)
+        torch.testing.assert_close(actual[row, :width], expected[row, :width], rtol=0, atol=1e-5)
+        fresh = fresh_logits(model, before[row] + tokens)[-width:]
+        torch.testing.assert_close(actual[row, :width], fresh, rtol=0, atol=1e-5)
+
+
+def test_restored_rows_can_draft() -> None:
+    model, driven = uninterrupted("llama")
+    cached = driven.kept([0, 1])
+    restored = Driven.restored(model, cached, cached.lengths, budget=30)
+    drafts = [[4, 8, 15], [16, 23]]
+    before = [list(row) for row in restored.rows]
+    exits, full = restored.round(drafts, [1, 2])
+    cut = kit.truncated(model, kit.EXIT_LAYER)
+    for row, draft in enumerate(drafts):
+        tokens, first = before[row] + draft, len(before[row])
+        early = torch.stack([step[row] for step in exits[: len(draft)]])
+        torch.testing.assert_close(early, fresh_logits(cut, tokens)[first:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(full[row, : len(draft)], fresh_logits(model, tokens)[first:], rtol=0, atol=1e-5)
+    following = restored.extend([[7], [8]])
+    for row, tokens in enumerate(restored.rows):
+        torch.testing.assert_close(following[row, 0], fresh_logits(model, tokens)[-1], rtol=0, atol=1e-5)
+
+
+def test_rows_are_kept_in_the_order_that_is_asked_for() -> None:
+    """Finished rows stand behind the others, so the caller's order is another one than that of the buffers."""
+    model, driven = uninterrupted("llama")
+    driven.cache.swap(0, 1)
+    driven.rows.reverse()
+    cached = driven.kept([1, 0])
+    assert cached.token_ids[0][: len(kit.PROMPT)] == tuple(kit.PROMPT)
+    restored = Driven.restored(model, cached, cached.lengths, budget=10)
+    logits = restored.extend([[40], [41]])
+    for row, tokens in enumerate(restored.rows):
+        torch.testing.assert_close(logits[row, 0], fresh_logits(model, tokens)[-1], rtol=0, atol=1e-5)
+
+
+def test_some_rows_can_be_kept_without_the_others() -> None:
+    cache = filled(rows=3)
+    cache.rollback([6, 5, 2])
+    for layer, (keys, values) in zip(cache.shared_layers, cache.kept([2, 1]), strict=True):
+        assert torch.equal(keys, layer.keys[[2, 1], :, :5]) and torch.equal(values, layer.values[[2, 1], :, :5])
+
+
+def test_kept_states_have_no_more_slots_than_tokens_and_memory_of_their_own() -> None:
+    cache = filled()
+    layers = cache.kept([0, 1])
+    before = [keys.clone() for keys, _ in layers]
+    assert [keys.untyped_storage().nbytes() for keys, _ in layers] == [2 * HEADS * 6 * HEAD_SIZE * 4] * 2
+    for layer in cache.shared_layers:
+        layer.keys.zero_()
+    assert all(torch.equal(keys, expected) for (keys, _), expected in zip(layers, before, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("lengths", [(7, 2), (12, 4), (1, 5), (0, 3)])
+def test_a_common_prefix_is_enough_to_go_on_from(family: str, lengths: tuple[int, int]) -> None:
+    model, driven = uninterrupted(family)
+    restored = Driven.restored(model, driven.kept([0, 1]), lengths, budget=20)
+    assert [layer.lengths for layer in restored.cache.shared_layers] == [lengths] * kit.NUM_LAYERS
+    logits = restored.extend([[88, 87], [86, 85, 84]])
+    for row, width in enumerate((2, 3)):
+        expected = fresh_logits(model, restored.rows[row])[-width:]
+        torch.testing.assert_close(logits[row, :width], expected, rtol=0, atol=1e-5)
+
+
+def test_a_wrong_length_would_show_in_the_logits() -> None:
+    """A control for the tests above."""
+    model, driven = uninterrupted("llama")
+    cached = driven.kept([0, 1])
+    restored = Driven.restored(model, cached, cached.lengths, budget=20)
+    restored.cache.rollback([length - 1 for length in cached.lengths])
+    restored.rows = [row[:-2] + row[-1:] for row in restored.rows]
+    logits = restored.extend([[40], [41]])
+    assert (logits[0, 0] - fresh_logits(model, [*cached.token_ids[0], 40])[-1]).abs().max() > 1e-3
+
+
+def test_restore_allocates_once_for_the_capacity_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[tuple[int, ...]] = []
+    make = SharedCacheLayer._buffer
+
+    def counted(layer: SharedCacheLayer, like: torch.Tensor) -> torch.Tensor:
+        buffer = make(layer, like)
+        allocated.append(tuple(buffer.shape))
+        return buffer
+
+    monkeypatch.setattr(SharedCacheLayer, "_buffer", counted)
+    keys, values = states(2, 6).to(torch.bfloat16), states(2, 6, 100).to(torch.bfloat16)
+    cache = SharedCache(num_layers=1, rows=2, capacity=20)
+    cache.restore([(keys, values)], [6, 4])
+    layer = cache.shared_layers[0]
+    address = layer.keys.data_ptr()
+    store(cache, 0, Placement.of([6, 4], [1, 2], 2, 19, CPU), states(2, 2).to(torch.bfloat16))
+    assert allocated == [(2, HEADS, 20, HEAD_SIZE)] * 2
+    assert layer.keys.data_ptr() == address and layer.keys.dtype == torch.bfloat16
+    assert torch.equal(keys, states(2, 6).to(torch.bfloat16))
+    assert torch.equal(layer.keys[0, :, :6], keys[0]) and torch.equal(layer.values[1, :, :4], values[1, :, :4])
+    assert layer.lengths == (7, 6)
+
+
+def test_states_with_gradients_are_restored_without() -> None:
+    cache = SharedCache(num_layers=1, rows=1, capacity=8)
+    cache.restore([(states(1, 3).requires_grad_(), states(1, 3))], [3])
+    assert not cache.shared_layers[0].keys.requires_grad
+
+
+PAIR = (states(2, 6), states(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("layers", "lengths", "message"),
+    [
+        ([PAIR], [6, 6], "states of 1 layers; the cache has 2"),
+        ([PAIR, PAIR, PAIR], [6, 6], "states of 3 layers; the cache has 2"),
+        ([PAIR, (states(3, 6), states(3, 6))], [6, 6], "layer 2 holds the states of 3 rows"),
+        ([PAIR, PAIR], [6], r"lengths=\(6,\) is for 1; the cache has 2 rows"),
+        ([PAIR, (states(2, 6), states(2, 5))], [5, 5], "keys .* and values .* of layer 2 do not fit"),
+        ([PAIR, (states(2, 6)[:, :1], states(2, 6))], [5, 5], "keys .* and values .* of layer 2 do not fit"),
+        ([PAIR, PAIR], [6, 7], r"lengths=\(6, 7\) must lie between 0 and 6"),
+        ([PAIR, PAIR], [6, -1], "must lie between 0 and 6"),
+        ([PAIR, (states(2, 4), states(2, 4))], [5, 4], "between 0 and 4: layer 2 brings 4 slots"),
+        ([(states(2, 9), states(2, 9))] * 2, [9, 2], "between 0 and 8: .* the cache has room for 8"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_before_anything_changes(
+    layers: list[tuple[torch.Tensor, torch.Tensor]], lengths: list[int], message: str
+) -> None:
+    cache = SharedCache(num_layers=2, rows=2, capacity=8)
+    with pytest.raises(ValueError, match=message):
+        cache.restore(layers, lengths)
+    assert [layer.lengths for layer in cache.shared_layers] == [(0, 0)] * 2
+    assert not any(layer.is_initialized for layer in cache.shared_layers)
+
+
+def test_restore_fills_new_caches_only() -> None:
+    cache = filled()
+    with pytest.raises(RuntimeError, match="holds states already"):
+        cache.restore(cache.kept([0, 1]), [6, 6])
+    assert cache.shared_layers[0].lengths == (6, 6)
+
+
+def test_a_cache_that_nothing_was_stored_in_has_nothing_to_keep() -> None:
+    with pytest.raises(RuntimeError, match="nothing to return"):
+        SharedCache(num_layers=2, rows=1, capacity=8).kept([0])
+
+
+def test_cached_tokens_say_how_many_they_are_and_do_not_print_their_states() -> None:
+    cached = CachedTokens(((1, 2, 3), (4,)), (PAIR, PAIR, PAIR))
+    assert (cached.lengths, cached.num_layers) == ((3, 1), 3)
+    assert repr(cached) == "CachedTokens(token_ids=((1, 2, 3), (4,)))"
 
 
 # As transformers sees it

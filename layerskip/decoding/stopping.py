@@ -1,0 +1,91 @@
+"""When a row ends: end-of-sequence tokens, stop strings, lengths and any other stopping criterion, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+from layerskip.decoding.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends a row.
+
+    Attributes:
+        max_new_tokens: the budget of every row, at least 1.
+        eos_token_ids: tokens that end a row; they are part of the output.
+        criteria: all other stopping criteria, called with ids and scores as `generate` calls them. In a batch of
+            several rows each must return one value per row, since rows run at a pace of their own.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    criteria: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, criteria: Sequence[Any], width: int) -> Stops:
+        """Returns the stops that a list of transformers' criteria amounts to.
+
+        Args:
+            criteria: among them at least one on the length.
+            width: prompt tokens that the length counts, padding included.
+        """
+        # Exact types, since a subclass may decide otherwise.
+        lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        eos = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+        return cls(
+            max_new_tokens=min(lengths) - width,
+            eos_token_ids=frozenset(token for ids in eos for token in ids.flatten().tolist()),
+            criteria=tuple(each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)),
+        )
+
+    @property
+    def ends_rows_early(self) -> bool:
+        """Whether rows of a batch may end at different lengths."""
+        return bool(self.eos_token_ids or self.criteria)
+
+    def reason(
+        self, row: int, tokens: Sequence[int], transcript: Transcript | None, scores: Sequence[torch.Tensor] | None
+    ) -> str | None:
+        """Returns why a row ends with its last token, or `None` where it goes on.
+
+        Args:
+            row: its place in the batch.
+            tokens: its new tokens so far, which the transcript holds as well.
+            transcript: what criteria see; `None` where there are none.
+            scores: what each of its tokens was chosen from, `(vocabulary,)`, where the call keeps them.
+
+        Returns:
+            "stop" (an EOS token or a stop string), "criteria" (any other criterion) or "length".
+
+        Raises:
+            ValueError: a criterion that returns something else than one truth value for each row.
+        """
+        if tokens[-1] in self.eos_token_ids:
+            return "stop"
+        reasons = set()
+        if transcript is not None:
+            ids = transcript.view(len(tokens))
+            # As high as the batch: a criterion may hold a value for each row.
+            shown = None if scores is None else tuple(score.expand(len(ids), -1) for score in scores)
+            for criterion in self.criteria:
+                if _is_met(criterion, ids, shown, row):
+                    reasons.add("stop" if isinstance(criterion, StopStringCriteria) else "criteria")
+        if len(tokens) >= self.max_new_tokens:
+            reasons.add("length")
+        return next((reason for reason in ("stop", "criteria", "length") if reason in reasons), None)
+
+
+def _is_met(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, row: int) -> bool:
+    met = torch.as_tensor(criterion(ids, scores))
+    if met.numel() == len(ids):
+        return bool(met.flatten()[row])
+    raise ValueError(
+        f"stopping_criteria: {type(criterion).__name__} returned a value of shape {tuple(met.shape)} for a batch of "
+        f"{len(ids)} rows; rows end one by one here, so return a bool tensor of shape ({len(ids)},)."
+    )
