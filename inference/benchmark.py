@@ -4,14 +4,16 @@
     python inference/benchmark.py --model PATH_OR_ID --exit-layers 4,8 --num-draft-tokens 4,8 --dtype float32
     python inference/benchmark.py --model PATH_OR_ID --exit-layers 4 --prompts rows.jsonl --stop-at-eos
 
-All arms answer the same prompts greedily, in turns, each with the same number of tokens unless --stop-at-eos lets
-answers end as they do in use. Times are medians over repeats, the time to the first token is kept apart, and
-`same_as_first` counts the answers that are those of plain decoding, token by token. The table is printed after every
-repeat; the last line of output is JSON. `layer_tokens` counts layers × tokens that really ran, by hooks;
-`outside_share` is the share of time spent outside the calls of embedding, layers, norm and head, `null` with a
-`draft_vocab_size`, which is `null` for the full head. In steps of plain
-decoding, `c` is what a draft costs and `verify_cost` what verification costs in a round; `predicted` is the speed-up
-that these two give: tokens per round / (verify_cost + drafts per round · c).
+    python inference/benchmark.py --model demo --exit-layers 3 --temperature 0.6 --batch-size 4
+
+All arms answer the same prompts in turns, greedily unless --temperature is given, each with the same number of tokens
+unless --stop-at-eos lets answers end as they do in use. Times are medians over repeats, the time to the first token is
+kept apart, and `same_as_first` counts the answers that are those of plain decoding, token by token (`null` where tokens
+are drawn). The table is printed after every repeat; the last line of output is JSON. `layer_tokens` counts layers ×
+tokens that really ran, by hooks; `outside_share` is the share of time spent outside the calls of embedding, layers,
+norm and head, `null` with a `draft_vocab_size`, which is `null` for the full head. In steps of plain decoding, `c` is
+what a draft costs and `verify_cost` what verification costs in a round; `predicted` is the speed-up that these two
+give: tokens per round / (verify_cost + drafts per round · c). They are `null` in batches, whose rows share their steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 import layerskip
 from layerskip import demo
-from layerskip.comparison.benchmark import Arm, Measurement, engine_arm, measure, transformers_arm
+from layerskip.comparison.benchmark import Arm, Batch, Measurement, engine_arm, measure, transformers_arm
 from layerskip.comparison.table import format_table
 from layerskip.decoding.plan import check_num_draft_tokens
 from layerskip.decoding.prompts import read_prompts
@@ -51,6 +53,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE",
         help="a .txt file, one prompt a line, or a .jsonl file of rows with prompts; by default a few built-in ones",
     )
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts that are answered together (default 1)")
+    parser.add_argument("--temperature", type=float, help="draw tokens at this temperature (default: the best token)")
     parser.add_argument("--stop-at-eos", action="store_true", help="let answers end with an end-of-sequence token")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes over all prompts (default 3)")
@@ -68,20 +72,20 @@ def build_arms(
     engine: layerskip.Engine, arguments: argparse.Namespace, exit_layers: list[int], num_draft_tokens: list[int]
 ) -> list[Arm]:
     """Returns the arms; the first is what all others are compared with."""
-    stop = arguments.stop_at_eos
+    shared = {"stop_at_eos": arguments.stop_at_eos, "temperature": arguments.temperature}
     speculative = [
-        engine_arm("self_speculative", engine, stop_at_eos=stop, exit_layer=exit_layer, num_draft_tokens=drafts)
+        engine_arm("self_speculative", engine, exit_layer=exit_layer, num_draft_tokens=drafts, **shared)
         for exit_layer in exit_layers
         for drafts in num_draft_tokens
     ]
     arms = [
-        engine_arm("autoregressive", engine, stop_at_eos=stop, strategy="autoregressive"),
-        transformers_arm("hf_generate", engine.model, stop_at_eos=stop),
+        engine_arm("autoregressive", engine, strategy="autoregressive", **shared),
+        transformers_arm("hf_generate", engine.model, **shared),
         *speculative,
     ]
     if arguments.hf_early_exit:
         arms += [
-            transformers_arm("hf_early_exit", engine.model, arm, stop_at_eos=stop, assistant_early_exit=arm.exit_layer)
+            transformers_arm("hf_early_exit", engine.model, arm, assistant_early_exit=arm.exit_layer, **shared)
             for arm in speculative
         ]
     return arms
@@ -94,6 +98,10 @@ def run() -> None:
     num_draft_tokens = read_numbers("--num-draft-tokens", arguments.num_draft_tokens)
     for drafts in num_draft_tokens:
         check_num_draft_tokens(drafts)
+    if arguments.batch_size < 1:
+        raise ValueError(f"--batch-size {arguments.batch_size} is out of range; it must be at least 1.")
+    if arguments.hf_early_exit and arguments.batch_size > 1:
+        raise ValueError("--hf-early-exit answers one prompt at a time; leave --batch-size out.")
     given = list(demo.PROMPTS) if arguments.prompts is None else prompts_of(arguments.prompts)
     engine = load_engine(
         arguments.model,
@@ -103,12 +111,20 @@ def run() -> None:
         device=arguments.device,
     )
     rows = read_prompts(as_chat(given, engine.tokenizer), engine.tokenizer, None, engine.layered.vocab_size).rows
-    prompts = [torch.tensor([row], device=engine.layered.device) for row in rows]
+    size = arguments.batch_size
+    prompts = [Batch.of(rows[start : start + size], engine.layered.device) for start in range(0, len(rows), size)]
     if arguments.stop_at_eos and engine.model.generation_config.eos_token_id is None:
         raise ValueError("--stop-at-eos needs eos_token_id in the model's generation_config.json, and there is none.")
     arms = build_arms(engine, arguments, exit_layers, num_draft_tokens)
     measurements: list[Measurement] = []
-    for measurements in measure(engine.model, arms, prompts, arguments.max_new_tokens, arguments.repeats):
+    for measurements in measure(
+        engine.model,
+        arms,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.repeats,
+        compare=arguments.temperature is None,
+    ):
         header = [field.name for field in fields(Measurement)]
         print(
             "\n" + format_table(header, [list(asdict(measurement).values()) for measurement in measurements]),
@@ -118,7 +134,9 @@ def run() -> None:
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         "device": str(engine.layered.device),
         "dtype": str(engine.model.dtype),
-        "prompts": len(prompts),
+        "prompts": len(rows),
+        "batch_size": size,
+        "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "stop_at_eos": arguments.stop_at_eos,
         "repeats": arguments.repeats,

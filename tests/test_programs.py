@@ -215,7 +215,7 @@ def test_by_default_a_terminal_decides_about_colour(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", Screen(terminal))
-    assert use_color("auto") == colored
+    assert program.use_color("auto") == colored
 
 
 class Screen(io.StringIO):

@@ -13,7 +13,9 @@ import torch
 from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
+from layerskip.decoding.options import token_ids
 from layerskip.decoding.plan import Wishes
+from layerskip.decoding.prompts import Prompts
 from layerskip.decoding.statistics import Statistics
 from layerskip.model.layered import LayeredModel
 
@@ -22,15 +24,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Prompts that are answered together: ids, padded on the left, and their mask, `(rows, tokens)` each."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[list[int]], device: torch.device | str = "cpu") -> Batch:
+        """Returns some rows of token ids as a batch."""
+        return cls(*Prompts(list(rows)).left_padded(0, torch.device(device)))
+
+
+@dataclass(frozen=True)
 class Run:
-    """One generation: its new tokens, and the seconds up to the first of them and after it.
+    """One generation: the new tokens of each row, and the seconds up to the first of them and after it.
 
     Attributes:
         decoded: tokens that came after the first ones were handed out; `decode_seconds` is what they took.
         statistics: the engine's own; `None` for other ways to generate.
     """
 
-    token_ids: list[int]
+    token_ids: list[list[int]]
     decoded: int
     prefill_seconds: float
     decode_seconds: float
@@ -43,14 +58,14 @@ class Arm:
 
     Attributes:
         name: what it is.
-        generate: a function from prompt ids `(1, tokens)` and a number of new tokens to a `Run`.
+        generate: a function from prompts and a number of new tokens to a `Run`.
         exit_layer: E, where it has one.
         num_draft_tokens: γ, where it drafts.
         draft_vocab_size: how many token ids it drafts from; `None` where it drafts with the full head or not at all.
     """
 
     name: str
-    generate: Callable[[torch.Tensor, int], Run]
+    generate: Callable[[Batch, int], Run]
     exit_layer: int | None = None
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
@@ -58,7 +73,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What the parts of a round cost, counted in steps of plain decoding.
+    """What the parts of a round of one row cost, counted in steps of plain decoding.
 
     Attributes:
         c: seconds of drafting per draft that was processed.
@@ -73,13 +88,13 @@ class RoundCosts:
 
 
 def round_costs(runs: Sequence[Run], seconds_per_token: float) -> RoundCosts | None:
-    """Returns the costs of some runs together; `None` where none of them drafted.
+    """Returns the costs of some runs together; `None` where none of them drafted, or rows shared their rounds.
 
     Args:
         runs: of one arm.
         seconds_per_token: of plain decoding.
     """
-    done = [run.statistics for run in runs if run.statistics is not None]
+    done = [run.statistics for run in runs if run.statistics is not None and len(run.token_ids) == 1]
     rounds = sum(counted.rounds for counted in done)
     drafts = sum(counted.draft_tokens_processed for counted in done)
     if not drafts:
@@ -96,18 +111,20 @@ class Measurement:
 
     Attributes:
         name, exit_layer, num_draft_tokens, draft_vocab_size: the arm's.
-        decode_tokens_per_second: after the first token, the median over repeats of all prompts together.
+        decode_tokens_per_second: after the first token, the median over repeats of all prompts together; rows of a
+            batch add up.
         lowest, highest: the same, slowest and fastest repeat.
         ratio: its speed over the first arm's: the median of the ratios of each repeat, since both drift together.
         prefill_seconds: time to the first token, median over prompts and repeats.
         layer_tokens: layers × tokens that were executed for one pass over all prompts, prefill included.
-        same_as_first: prompts for which every token is the first arm's.
+        same_as_first: prompts for which every token is the first arm's; `None` where tokens are drawn.
+        draft_acceptance_rate: of all timed runs; `None` where nothing was drafted, or not by the engine.
         outside_share: share of the time after the first token that is spent outside the calls of embedding, layers,
             norm and head, on the first prompt; `None` for an arm that hands out several tokens at first, whose
             prefill cannot be told from its first round, and with a draft vocabulary, whose rows of the head are
             multiplied outside its module.
         c, verify_cost, predicted: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
-            or drafts nothing.
+            or drafts nothing, and in batches of several rows.
     """
 
     name: str
@@ -120,7 +137,8 @@ class Measurement:
     ratio: float
     prefill_seconds: float
     layer_tokens: int
-    same_as_first: int
+    same_as_first: int | None
+    draft_acceptance_rate: float | None
     outside_share: float | None
     c: float | None
     verify_cost: float | None
@@ -141,36 +159,63 @@ class TokenClock:
         """Nothing to do."""
 
 
+def _choosing(temperature: float | None, stop_at_eos: bool) -> dict[str, Any]:
+    """Returns the settings of `generate` for greedy decoding, or for drawing tokens from the whole vocabulary."""
+    settings: dict[str, Any] = {"do_sample": False}
+    if temperature is not None:
+        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return settings if stop_at_eos else {**settings, "eos_token_id": None}
+
+
 def transformers_arm(
-    name: str, model: PreTrainedModel, arm: Arm | None = None, *, stop_at_eos: bool = False, **options: Any
+    name: str,
+    model: PreTrainedModel,
+    arm: Arm | None = None,
+    *,
+    stop_at_eos: bool = False,
+    temperature: float | None = None,
+    **options: Any,
 ) -> Arm:
-    """Returns the arm that calls `model.generate` greedily with these options.
+    """Returns the arm that calls `model.generate` with these options.
 
     Args:
         name: what it is called.
         model: its generation config is given the draft length of `arm`.
         arm: the arm whose exit layer and draft length this one shares.
         stop_at_eos: whether the model's end-of-sequence tokens end an answer.
+        temperature: draw tokens at it; by default greedy.
         options: of `generate`.
     """
+    settings = {**_choosing(temperature, stop_at_eos), "pad_token_id": 0}
+    eos = model.generation_config.eos_token_id if stop_at_eos else None
 
-    def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
+    def generate(batch: Batch, max_new_tokens: int) -> Run:
         clock = TokenClock()
-        settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
-        if not stop_at_eos:
-            settings["eos_token_id"] = None
         if arm is not None:
             # `generate` ignores num_assistant_tokens as an argument; it reads it from the model's generation config.
             model.generation_config.num_assistant_tokens = arm.num_draft_tokens
         run: Any = model.generate
         begin = time.perf_counter()
-        sequences = run(ids, attention_mask=torch.ones_like(ids), streamer=clock, **settings, **options)
+        sequences = run(
+            batch.ids,
+            attention_mask=batch.mask,
+            streamer=clock,
+            max_new_tokens=max_new_tokens,
+            **settings,
+            **options,
+        )
         end = time.perf_counter()
         first, arrived = clock.arrivals[1]
-        tokens = sequences[0, ids.shape[1] :].tolist()
-        return Run(tokens, len(tokens) - arrived, first - begin, end - first)
+        tokens = [_up_to(row, eos) for row in sequences[:, batch.ids.shape[1] :].tolist()]
+        return Run(tokens, sum(map(len, tokens)) - arrived, first - begin, end - first)
 
     return Arm(name, generate, arm.exit_layer if arm else None, arm.num_draft_tokens if arm else None)
+
+
+def _up_to(tokens: list[int], eos: int | list[int] | None) -> list[int]:
+    """Returns tokens up to the first one that ends a row; what fills it up behind is left out."""
+    ends = set(token_ids("eos_token_id", eos))
+    return next((tokens[:count] for count, token in enumerate(tokens, start=1) if token in ends), tokens)
 
 
 def engine_arm(
@@ -181,8 +226,9 @@ def engine_arm(
     strategy: str = "self_speculative",
     exit_layer: int | None = None,
     num_draft_tokens: int | None = None,
+    temperature: float | None = None,
 ) -> Arm:
-    """Returns the arm that calls `Engine.generate` greedily.
+    """Returns the arm that calls `Engine.generate`.
 
     Args:
         name: what it is called.
@@ -191,18 +237,19 @@ def engine_arm(
         strategy: of `Engine.generate`.
         exit_layer: likewise.
         num_draft_tokens: likewise.
+        temperature: draw tokens at it; by default greedy.
 
     Raises:
         TypeError, ValueError: what `Engine.plan` refuses.
     """
     plan = engine.plan(strategy, Wishes(exit_layer, num_draft_tokens))
-    settings: dict[str, Any] = {"do_sample": False} if stop_at_eos else {"do_sample": False, "eos_token_id": None}
+    settings = {**_choosing(temperature, stop_at_eos), "pad_token_id": 0}
 
-    def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
+    def generate(batch: Batch, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
         result = engine.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            batch.ids,
+            attention_mask=batch.mask,
             strategy=strategy,
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
@@ -211,20 +258,29 @@ def engine_arm(
         )
         seconds = time.perf_counter() - begin
         prefill = result.statistics.seconds["prefill"]
-        tokens = result.new_token_ids[0]
-        return Run(tokens, len(tokens) - 1, prefill, seconds - prefill, result.statistics)
+        tokens = result.new_token_ids
+        return Run(tokens, sum(map(len, tokens)) - len(tokens), prefill, seconds - prefill, result.statistics)
 
     return Arm(name, generate, plan.exit_layer, plan.num_draft_tokens, plan.draft_vocab_size)
 
 
 def measure(
-    model: PreTrainedModel, arms: Sequence[Arm], prompts: Sequence[torch.Tensor], max_new_tokens: int, repeats: int
+    model: PreTrainedModel,
+    arms: Sequence[Arm],
+    prompts: Sequence[Batch],
+    max_new_tokens: int,
+    repeats: int,
+    *,
+    compare: bool = True,
 ) -> Iterator[list[Measurement]]:
     """Runs all arms on all prompts, interleaved, and yields the measurements so far after every repeat.
 
     The first arm is plain decoding, which the others are compared with. One pass that is not timed comes first: it
     warms everything up, counts the layers' work and compares tokens. A progress bar on standard error counts
     generations.
+
+    Args:
+        compare: whether the arms are to give the same tokens; not where they are drawn.
 
     Raises:
         ValueError: fewer than two tokens or answers that end with their first one, which leave nothing to time, or no
@@ -240,7 +296,8 @@ def measure(
         work, tokens, outside = [], [], []
         for arm in arms:
             with layer_tokens(model) as counted:
-                tokens.append([_run(arm, ids, max_new_tokens, progress).token_ids for ids in prompts])
+                runs = [_run(arm, batch, max_new_tokens, progress) for batch in prompts]
+            tokens.append([row for run in runs for row in run.token_ids])
             if all(len(answer) == 1 for answer in tokens[-1]):
                 raise ValueError(f"every answer of {arm.name} ends with its first token; pass other prompts.")
             work.append(counted[0])
@@ -251,12 +308,14 @@ def measure(
         speeds: list[list[float]] = [[] for _ in arms]
         prefills: list[list[float]] = [[] for _ in arms]
         costs: list[list[RoundCosts]] = [[] for _ in arms]
+        done: list[list[Statistics]] = [[] for _ in arms]
         for _ in range(repeats):
-            runs: list[list[Run]] = [[] for _ in arms]
-            for ids in prompts:
+            timed: list[list[Run]] = [[] for _ in arms]
+            for batch in prompts:
                 for index, arm in enumerate(arms):
-                    runs[index].append(_run(arm, ids, max_new_tokens, progress))
-            for index, mine in enumerate(runs):
+                    timed[index].append(_run(arm, batch, max_new_tokens, progress))
+            for index, mine in enumerate(timed):
+                done[index] += [run.statistics for run in mine if run.statistics is not None]
                 speeds[index].append(sum(run.decoded for run in mine) / sum(run.decode_seconds for run in mine))
                 prefills[index] += [run.prefill_seconds for run in mine]
                 cost = round_costs(mine, 1 / speeds[0][-1])
@@ -273,7 +332,8 @@ def measure(
                     ratio=statistics.median(mine / first for mine, first in zip(speeds[index], speeds[0], strict=True)),
                     prefill_seconds=statistics.median(prefills[index]),
                     layer_tokens=work[index],
-                    same_as_first=same[index],
+                    same_as_first=same[index] if compare else None,
+                    draft_acceptance_rate=Statistics.total(done[index]).draft_acceptance_rate if done[index] else None,
                     outside_share=outside[index],
                     c=_median([cost.c for cost in costs[index]]),
                     verify_cost=_median([cost.verify_cost for cost in costs[index]]),
@@ -287,8 +347,8 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _run(arm: Arm, ids: torch.Tensor, max_new_tokens: int, progress: tqdm[Any]) -> Run:
-    run = arm.generate(ids, max_new_tokens)
+def _run(arm: Arm, batch: Batch, max_new_tokens: int, progress: tqdm[Any]) -> Run:
+    run = arm.generate(batch, max_new_tokens)
     progress.update()
     return run
 
@@ -333,17 +393,17 @@ def module_seconds(model: PreTrainedModel) -> Iterator[list[float]]:
             handle.remove()
 
 
-def share_outside_modules(model: PreTrainedModel, arm: Arm, ids: torch.Tensor, max_new_tokens: int) -> float | None:
+def share_outside_modules(model: PreTrainedModel, arm: Arm, batch: Batch, max_new_tokens: int) -> float | None:
     """Returns which share of the time after the first token an arm spends outside the model's modules.
 
     The hooks that time the modules lengthen what is outside a little. What a call for one token spends inside them is
     taken for the prefill's part; `None` where an arm's first tokens come from a round as well, or none follow.
     """
     with module_seconds(model) as seconds:
-        arm.generate(ids, 1)
+        arm.generate(batch, 1)
     prefill = seconds[0]
     with module_seconds(model) as seconds:
-        run = arm.generate(ids, max_new_tokens)
-    if run.decoded < max(len(run.token_ids) - 1, 1):
+        run = arm.generate(batch, max_new_tokens)
+    if run.decoded < max(sum(map(len, run.token_ids)) - len(run.token_ids), 1):
         return None
     return 1 - (seconds[0] - prefill) / run.decode_seconds

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import Engine
 from layerskip.comparison.benchmark import (
     Arm,
+    Batch,
     Run,
     engine_arm,
     layer_tokens,
@@ -30,8 +30,8 @@ def recorded(name: str, seconds: list[float], token_ids: list[int]) -> Arm:
     """An arm whose timed runs take the given times; the first pass and what follows it are not timed."""
     left = [*[1.0] * 3, *seconds]
 
-    def generate(ids: torch.Tensor, max_new_tokens: int) -> Run:
-        return Run(token_ids, len(token_ids) - 1, 0.5, left.pop(0))
+    def generate(batch: Batch, max_new_tokens: int) -> Run:
+        return Run([token_ids], len(token_ids) - 1, 0.5, left.pop(0))
 
     return Arm(name, generate)
 
@@ -39,7 +39,7 @@ def recorded(name: str, seconds: list[float], token_ids: list[int]) -> Arm:
 def test_ratios_are_medians_over_repeats_and_may_fall_below_one() -> None:
     tokens = list(range(11))
     arms = [recorded("first", [1.0, 2.0, 4.0], tokens), recorded("slow", [2.0, 2.5, 16.0], [0] * 11)]
-    *_, (first, slow) = measure(kit.l4(), arms, [kit.prompt_tensor()], 11, repeats=3)
+    *_, (first, slow) = measure(kit.l4(), arms, [Batch.of([kit.PROMPT])], 11, repeats=3)
     assert (first.ratio, first.decode_tokens_per_second, first.lowest, first.highest) == (1.0, 5.0, 2.5, 10.0)
     assert slow.ratio == 0.5
     assert (first.same_as_first, slow.same_as_first) == (1, 0)
@@ -49,18 +49,18 @@ def test_layer_tokens_of_plain_decoding_are_layers_times_tokens() -> None:
     model = kit.mixed()
     for arm in (engine_arm("ours", Engine(model), strategy="autoregressive"), transformers_arm("theirs", model)):
         with layer_tokens(model) as counted:
-            run = arm.generate(kit.prompt_tensor(), 8)
+            run = arm.generate(Batch.of([kit.PROMPT]), 8)
         assert counted == [kit.NUM_LAYERS * (len(kit.PROMPT) + 7)]
-        assert run.token_ids == kit.without_cache(model, kit.PROMPT, 8)
+        assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 8)]
         assert run.decoded == 7
 
 
 def test_first_tokens_that_arrive_together_are_not_counted_as_decoded() -> None:
     model = kit.identical()
     model.generation_config.num_assistant_tokens = 4
-    ids = kit.prompt_tensor()
+    ids = Batch.of([kit.PROMPT])
     run = transformers_arm("theirs", model, assistant_early_exit=kit.EXIT_LAYER).generate(ids, 16)
-    assert run.token_ids == kit.without_cache(model, kit.PROMPT, 16)
+    assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 16)]
     assert run.decoded < 15
     assert share_outside_modules(model, transformers_arm("a", model, assistant_early_exit=2), ids, 16) is None
 
@@ -73,7 +73,7 @@ def counted(**changes: Any) -> Statistics:
 
 
 def test_costs_of_rounds_are_counted_in_steps_of_plain_decoding() -> None:
-    run = Run([1] * 9, 8, 1.0, 12.0, counted())
+    run = Run([[1] * 9], 8, 1.0, 12.0, counted())
     costs = round_costs([run, run], seconds_per_token=1.0)
     assert costs is not None
     assert (costs.c, costs.verify_cost) == (0.5, 2.0)
@@ -85,8 +85,8 @@ def test_costs_of_rounds_are_counted_in_steps_of_plain_decoding() -> None:
 
 
 def test_what_drafts_nothing_has_no_costs() -> None:
-    assert round_costs([Run([1], 0, 1.0, 1.0)], 1.0) is None
-    assert round_costs([Run([1], 0, 1.0, 1.0, counted(draft_tokens_processed=0))], 1.0) is None
+    assert round_costs([Run([[1]], 0, 1.0, 1.0)], 1.0) is None
+    assert round_costs([Run([[1]], 0, 1.0, 1.0, counted(draft_tokens_processed=0))], 1.0) is None
 
 
 def test_answers_end_at_eos_where_that_is_asked_for() -> None:
@@ -104,22 +104,59 @@ def test_answers_end_at_eos_where_that_is_asked_for() -> None:
         transformers_arm("early", model, drafts, stop_at_eos=True, assistant_early_exit=2),
     ]
     for arm in arms:
-        assert arm.generate(kit.prompt_tensor([44, 3]), 12).token_ids == expected
+        assert arm.generate(Batch.of([[44, 3]]), 12).token_ids == [expected]
     assert model.generation_config.num_assistant_tokens == 3
-    *_, measured = measure(model, arms, [kit.prompt_tensor([44, 3])], 12, repeats=2)
+    *_, measured = measure(model, arms, [Batch.of([[44, 3]])], 12, repeats=2)
     assert [measurement.same_as_first for measurement in measured] == [1, 1, 1, 1]
     assert [measurement.c is None for measurement in measured] == [True, True, False, True]
     assert measured[2].predicted is not None
     assert measured[2].predicted > 0
     for arm in (engine_arm("on", engine, strategy="autoregressive"), transformers_arm("on", model)):
-        assert arm.generate(kit.prompt_tensor([44, 3]), 12).token_ids == plain
+        assert arm.generate(Batch.of([[44, 3]]), 12).token_ids == [plain]
+
+
+def test_rows_of_a_batch_are_measured_together() -> None:
+    """Each arm answers two prompts of different lengths at once; tokens add up and are compared row by row."""
+    model = kit.mixed()
+    batch = Batch.of([kit.PROMPT, kit.PROMPT[:4]])
+    expected = [kit.without_cache(model, row, 8) for row in (kit.PROMPT, kit.PROMPT[:4])]
+    engine = Engine(model)
+    arms = [
+        engine_arm("plain", engine, strategy="autoregressive"),
+        transformers_arm("theirs", model),
+        engine_arm("ours", engine, exit_layer=2, num_draft_tokens=3),
+    ]
+    for arm in arms:
+        run = arm.generate(batch, 8)
+        assert (run.token_ids, run.decoded) == (expected, 14)
+    *_, measured = measure(model, arms, [batch], 8, repeats=1)
+    assert [measurement.same_as_first for measurement in measured] == [2, 2, 2]
+    assert [measurement.c for measurement in measured] == [None] * 3
+    assert measured[0].draft_acceptance_rate is measured[1].draft_acceptance_rate is None
+    rate = engine.generate(batch.ids, attention_mask=batch.mask, exit_layer=2, num_draft_tokens=3, max_new_tokens=8)
+    assert measured[2].draft_acceptance_rate == rate.statistics.draft_acceptance_rate
+
+
+def test_drawn_tokens_are_not_compared() -> None:
+    model = kit.identical()
+    engine = Engine(model)
+    arms = [
+        engine_arm("plain", engine, strategy="autoregressive", temperature=1.5),
+        transformers_arm("theirs", model, temperature=1.5),
+        engine_arm("ours", engine, exit_layer=2, num_draft_tokens=3, temperature=1.5),
+    ]
+    for arm in arms:
+        assert len({tuple(arm.generate(Batch.of([kit.PROMPT]), 8).token_ids[0]) for _ in range(10)}) > 1
+    *_, measured = measure(model, arms, [Batch.of([kit.PROMPT])], 8, repeats=1, compare=False)
+    assert [measurement.same_as_first for measurement in measured] == [None] * 3
+    assert measured[2].draft_acceptance_rate == 1.0
 
 
 def test_answers_of_one_token_leave_nothing_to_time() -> None:
     first = kit.without_cache(kit.mixed(), [44, 3], 1)[0]
     arm = engine_arm("plain", Engine(kit.mixed(eos_token_id=first)), stop_at_eos=True, strategy="autoregressive")
     with pytest.raises(ValueError, match="ends with its first token"):
-        next(measure(kit.mixed(), [arm], [kit.prompt_tensor([44, 3])], 4, 1))
+        next(measure(kit.mixed(), [arm], [Batch.of([[44, 3]])], 4, 1))
 
 
 def test_time_inside_modules_is_what_their_calls_take() -> None:
@@ -129,7 +166,7 @@ def test_time_inside_modules_is_what_their_calls_take() -> None:
         Engine(model).generate(kit.prompt_tensor(), strategy="autoregressive", max_new_tokens=4)
     handle.remove()
     assert seconds[0] >= 0.04
-    share = share_outside_modules(model, transformers_arm("theirs", model), kit.prompt_tensor(), 8)
+    share = share_outside_modules(model, transformers_arm("theirs", model), Batch.of([kit.PROMPT]), 8)
     assert share is not None
     assert 0 < share < 1
 
