@@ -24,6 +24,8 @@ from layerskip.program import add_color, as_chat, load_engine, run_program, show
 from layerskip.prompt_file import prompts_of
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of a torch.Generator.
+HIGHEST_SEED = 2**64 - 1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,7 +62,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings for how tokens are chosen; raises ValueError by name for those that need a temperature."""
+    """Returns the settings for how tokens are chosen.
+
+    Raises:
+        ValueError: one that needs a temperature and has none, or one that is out of range; it names the flag.
+    """
+    if arguments.top_p is not None and arguments.top_p > 1:
+        raise ValueError(f"--top-p {arguments.top_p} is out of range; pass a probability of at most 1.")
+    if arguments.seed is not None and not 0 <= arguments.seed <= HIGHEST_SEED:
+        raise ValueError(f"--seed {arguments.seed} is out of range; pass a number from 0 to {HIGHEST_SEED}.")
     narrowing = {name: vars(arguments)[name] for name in ("top_k", "top_p", "min_p")}
     given = {name: value for name, value in narrowing.items() if value is not None}
     if arguments.temperature is not None:

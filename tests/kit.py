@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB = 97
 PROMPT = [1, 5, 9, 33, 7, 52, 18, 3, 3, 44]
@@ -209,3 +210,16 @@ def word_tokenizer(words: int = 90) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({f"w{token}": token for token in range(words)}, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+
+
+def spelled(pieces: dict[int, bytes]) -> PreTrainedTokenizerFast:
+    """Returns a byte-level tokenizer in which some tokens are given bytes; the others are "a", "b", … or "<id>"."""
+    symbols = bytes_to_unicode()
+    vocabulary = {"".join(symbols[byte] for byte in piece): token for token, piece in pieces.items()}
+    letters = iter("abcdef")
+    for token in sorted(set(range(VOCAB)) - set(pieces)):
+        vocabulary[next(letters, f"<{token}>")] = token
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

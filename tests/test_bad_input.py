@@ -17,9 +17,20 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
 )
+from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WhisperNoSpeechDetection,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Engine
+from layerskip.model.cache import CachedTokens
 from tests import kit
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 
 SHORT: dict[str, Any] = {"max_new_tokens": 6}
 Call = Callable[..., Any]
@@ -214,7 +225,7 @@ def test_more_tokens_than_learned_positions(call: Call, strategy: str, prompt_to
 def test_a_prompt_that_fills_all_learned_positions_without_a_length(call: Call) -> None:
     model = kit.build(kit.gpt2_config(n_positions=16))
     engine = Engine(model, exit_layer=2)
-    with refused(model, ValueError, "16", "prompt of 16 tokens"):
+    with refused(model, ValueError, "Input length of input_ids is 16", "`max_length` is set to 16"):
         call(engine, torch.ones(1, 16, dtype=torch.long))
 
 
@@ -271,9 +282,16 @@ def test_other_rotary_types_go_as_far_as_transformers_lets_them() -> None:
         ({"max_new_tokens": 0}, ValueError, ["max_new_tokens", "0"]),
         ({"max_new_tokens": -1}, ValueError, ["max_new_tokens", "-1"]),
         ({"max_new_tokens": 2.5}, TypeError, ["max_new_tokens=2.5", "integer"]),
-        ({"max_length": 10}, ValueError, ["max_length=10", "prompt of 10 tokens"]),
+        ({"max_length": 10}, ValueError, ["Input length of input_ids is 10", "`max_length` is set to 10"]),
+        ({"max_length": 4}, ValueError, ["Input length of input_ids is 10", "`max_length` is set to 4"]),
+        ({"generation_config": GenerationConfig(max_length=9)}, ValueError, ["is 10", "`max_length` is set to 9"]),
+        ({"eos_token_id": []}, ValueError, ["eos_token_id=[]", "pass None"]),
+        ({"repetition_penalty": -1.0}, ValueError, ["penalty", "-1.0"]),
+        ({"bad_words_ids": []}, ValueError, ["bad_words_ids", "[]"]),
         ({"max_new_token": 5}, TypeError, ["max_new_token=5", "GenerationConfig"]),
-        ({"do_sample": True}, ValueError, ["do_sample=True", "do_sample=False"]),
+        ({"temperature": 0.5}, ValueError, ["temperature=0.5", "pass do_sample=True"]),
+        ({"do_sample": True, "temperature": 0.0}, ValueError, ["temperature", "0.0"]),
+        ({"num_return_sequences": 2}, ValueError, ["num_return_sequences", "do_sample", "2"]),
         ({"num_beams": 3}, ValueError, ["num_beams=3", "num_beams=1"]),
         ({"generation_config": {"max_new_tokens": 5}}, TypeError, ["generation_config", "dict", "GenerationConfig"]),
         ({"generation_config": GenerationConfig(num_beams=3)}, ValueError, ["num_beams=3"]),
@@ -288,7 +306,7 @@ def test_generation_settings(
         call(engine, kit.prompt_tensor(), **arguments)
 
 
-# Strategy, cache, generator
+# The strategy
 
 
 @BOTH
@@ -300,13 +318,314 @@ def test_an_unknown_strategy(model: PreTrainedModel, call: Call, strategy: Any) 
         call(engine, kit.prompt_tensor(), strategy=strategy, **SHORT)
 
 
+# The generator
+
+
 @BOTH
-@pytest.mark.parametrize("name", ["cache", "generator"])
-def test_what_is_not_supported_yet(model: PreTrainedModel, call: Call, name: str) -> None:
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("generator", [0, "cpu", [torch.Generator()]], ids=["seed", "device", "list"])
+def test_a_generator_of_another_type(model: PreTrainedModel, call: Call, generator: Any, do_sample: bool) -> None:
     engine = Engine(model, exit_layer=2)
-    value = DynamicCache() if name == "cache" else torch.Generator()
-    with refused(model, (TypeError, ValueError), f"{name}="):
-        call(engine, kit.prompt_tensor(), **{name: value}, **SHORT)
+    with refused(model, TypeError, f"generator is a {type(generator).__name__}, not a torch.Generator"):
+        call(engine, kit.prompt_tensor(), generator=generator, do_sample=do_sample, **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["self_speculative", "autoregressive", "early_exit"])
+def test_a_generator_where_nothing_is_drawn(model: PreTrainedModel, call: Call, strategy: str) -> None:
+    engine = Engine(model, exit_layer=2)
+    generator = torch.Generator()
+    before = generator.get_state()
+    with refused(model, ValueError, "generator has no effect on greedy decoding", "do_sample=True"):
+        call(engine, kit.prompt_tensor(), generator=generator, strategy=strategy, **SHORT)
+    assert torch.equal(generator.get_state(), before)
+
+
+# The cache of an earlier call
+
+
+def cache_of(model: PreTrainedModel, prompts: torch.Tensor, strategy: str = "self_speculative") -> CachedTokens:
+    """Returns what a call has cached."""
+    engine = Engine(model, exit_layer=2)
+    cache = engine.generate(prompts, return_cache=True, strategy=strategy, **SHORT).cache
+    assert cache is not None
+    return cache
+
+
+@BOTH
+@pytest.mark.parametrize("cache", [DynamicCache(), 1, (), "cache"], ids=lambda value: type(value).__name__)
+def test_a_cache_of_another_type(model: PreTrainedModel, call: Call, cache: Any) -> None:
+    engine = Engine(model, exit_layer=2)
+    with refused(model, TypeError, f"cache is a {type(cache).__name__}", "return_cache=True"):
+        call(engine, kit.prompt_tensor(), cache=cache, **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize(("held", "given"), [(1, 2), (2, 1), (2, 3)])
+def test_a_cache_of_other_rows(model: PreTrainedModel, call: Call, held: int, given: int) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, kit.prompt_tensor().expand(held, -1))
+    with refused(model, ValueError, f"cache holds {held} rows, and there are {given} prompts"):
+        call(engine, kit.prompt_tensor().expand(given, -1), cache=cache, **SHORT)
+
+
+def test_a_cache_of_one_row_for_several_drawn_sequences(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, kit.prompt_tensor())
+    with refused(model, ValueError, "cache holds 1 rows, and there are 2 prompts"):
+        engine.generate(kit.prompt_tensor(), cache=cache, do_sample=True, num_return_sequences=2, **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("first", "second", "held", "wanted"),
+    [
+        ("early_exit", "self_speculative", 2, 4),
+        ("early_exit", "autoregressive", 2, 4),
+        ("self_speculative", "early_exit", 4, 2),
+        ("autoregressive", "early_exit", 4, 2),
+    ],
+)
+def test_a_cache_of_another_depth(
+    model: PreTrainedModel, call: Call, first: str, second: str, held: int, wanted: int
+) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, kit.prompt_tensor(), first)
+    with refused(model, ValueError, f"cache holds {held} layers, and this call runs {wanted}", "strategy and exit"):
+        call(engine, kit.prompt_tensor(), cache=cache, strategy=second, **SHORT)
+
+
+@BOTH
+def test_a_cache_of_another_conversation(model: PreTrainedModel, call: Call) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, kit.prompt_tensor())
+    with refused(model, ValueError, "prompts[0] begins with token 9, and the cache with 1", "another conversation"):
+        call(engine, kit.prompt_tensor([9, *kit.PROMPT[1:]]), cache=cache, **SHORT)
+
+
+def test_a_cache_of_which_one_row_is_of_another_conversation(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, torch.tensor([kit.PROMPT, kit.PROMPT[::-1]]))
+    with refused(model, ValueError, "prompts[1] begins with token 1, and the cache with 44"):
+        engine.generate(torch.tensor([kit.PROMPT, kit.PROMPT]), cache=cache, **SHORT)
+
+
+@BOTH
+def test_a_cache_that_is_refused_can_be_used_afterwards(model: PreTrainedModel, call: Call) -> None:
+    engine = Engine(model, exit_layer=2)
+    cache = cache_of(model, kit.prompt_tensor())
+    with refused(model, ValueError, "another conversation"):
+        call(engine, kit.prompt_tensor([9, 8, 7]), cache=cache, **SHORT)
+    longer = kit.prompt_tensor([*cache.token_ids[0], 9, 8])
+    result = engine.generate(longer, cache=cache, **SHORT)
+    assert torch.equal(result.sequences, kit.reference(model, longer, 6))
+
+
+# Streamers, stop strings, criteria
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value)
+
+    def end(self) -> None:
+        self.seen.append(torch.tensor([]))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["rows", "copies"])
+def test_a_streamer_with_a_batch(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    engine = Engine(model, exit_layer=2)
+    streamer = Recorder()
+    rows = 2 if not arguments else 1
+    with refused(model, ValueError, "streamer takes the tokens of one row, and there are 2"):
+        engine.generate(kit.prompt_tensor().expand(rows, -1), streamer=streamer, **arguments, **SHORT)
+    assert streamer.seen == []
+
+
+def test_a_stream_of_several_drawn_sequences(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    with refused(model, ValueError, "stream takes one prompt, not 2", "use generate"):
+        engine.stream(kit.prompt_tensor(), do_sample=True, num_return_sequences=2, **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+@pytest.mark.parametrize("strings", [[], "", ["a", ""], [5]], ids=repr)
+def test_stop_strings_that_are_none(model: PreTrainedModel, call: Call, strings: Any, has_tokenizer: bool) -> None:
+    engine = Engine(model, kit.word_tokenizer() if has_tokenizer else None, exit_layer=2)
+    with refused(model, ValueError, f"stop_strings={strings!r}", "none of them empty"):
+        call(engine, kit.prompt_tensor(), stop_strings=strings, **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize("place", ["call", "config"])
+def test_stop_strings_without_a_tokenizer(model: PreTrainedModel, call: Call, place: str) -> None:
+    engine = Engine(model, exit_layer=2)
+    arguments: dict[str, Any] = {"stop_strings": ["a"], **SHORT}
+    if place == "config":
+        arguments = {"generation_config": GenerationConfig(**arguments)}
+    with refused(model, ValueError, "stop_strings=['a'] need a tokenizer"):
+        call(engine, kit.prompt_tensor(), **arguments)
+
+
+class Verdict(StoppingCriteria):
+    """Says the same at every step."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("arguments", [{"stopping_criteria": [Verdict(False)]}, {"max_time": 5.0}, {"eos_token_id": 7}])
+def test_several_rows_that_may_end_apart_need_a_padding_token(
+    model: PreTrainedModel, arguments: dict[str, Any]
+) -> None:
+    engine = Engine(model, exit_layer=2)
+    rows = kit.prompt_tensor().expand(2, -1)
+    if "eos_token_id" in arguments:
+        # An end-of-sequence token is one, as in `generate`.
+        assert engine.generate(rows, **arguments, **SHORT).sequences.shape == (2, len(kit.PROMPT) + 6)
+        return
+    with refused(model, ValueError, "pad_token_id=None", "pass pad_token_id"):
+        engine.generate(rows, **arguments, **SHORT)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("value", [torch.zeros(3, dtype=torch.bool), torch.zeros(2, 3)], ids=["3", "2x3"])
+def test_a_criterion_whose_value_has_another_shape(model: PreTrainedModel, rows: int, value: torch.Tensor) -> None:
+    """It is known only when the criterion has been asked."""
+    engine = Engine(model, exit_layer=2)
+    named = rf"stopping_criteria: Verdict returned a value of shape {re.escape(str(tuple(value.shape)))} .* {rows} rows"
+    with pytest.raises(ValueError, match=named):
+        engine.generate(
+            kit.prompt_tensor().expand(rows, -1), stopping_criteria=[Verdict(value)], pad_token_id=0, **SHORT
+        )
+    with pytest.raises(ValueError, match=named.replace(f"{rows} rows", "1 rows")):
+        next(engine.stream(kit.prompt_tensor(), stopping_criteria=[Verdict(value)], **SHORT))
+
+
+def test_a_single_truth_value_for_several_rows(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    rows = kit.prompt_tensor().expand(2, -1)
+    criteria = StoppingCriteriaList([Verdict(False)])
+    with pytest.raises(
+        ValueError, match=r"Verdict returned a value of shape \(\) .* return a bool tensor of shape \(2,\)"
+    ):
+        engine.generate(rows, stopping_criteria=criteria, pad_token_id=0, **SHORT)
+    result = engine.generate(rows[:1], stopping_criteria=criteria, **SHORT)
+    assert result.sequences.shape == (1, len(kit.PROMPT) + 6)
+
+
+# Logits processors
+
+
+class NeedsMore(LogitsProcessor):
+    """Takes an argument that only transformers' own loops could give."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, cur_len: int) -> torch.Tensor:
+        return scores
+
+
+@BOTH
+@pytest.mark.parametrize("processor", [NeedsMore(), 5], ids=["needs more", "an integer"])
+def test_a_logits_processor_that_cannot_be_called_with_ids_and_scores(
+    model: PreTrainedModel, call: Call, processor: Any
+) -> None:
+    engine = Engine(model, exit_layer=2)
+    named = "NeedsMore" if isinstance(processor, NeedsMore) else "logits_processor holds 5"
+    with refused(model, (TypeError, ValueError), named):
+        call(engine, kit.prompt_tensor(), logits_processor=[processor], **SHORT)
+
+
+class GuidanceOfMyOwn(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Is one, under another name."""
+
+
+STATEFUL: list[Callable[[PreTrainedModel], LogitsProcessor]] = [
+    lambda model: UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model),
+    lambda model: GuidanceOfMyOwn(1.5, model),
+    lambda model: ClassifierFreeGuidanceLogitsProcessor(1.5),
+    lambda model: WhisperNoSpeechDetection(no_speech_token=3, begin_index=1),
+    lambda model: SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=5,
+        keys=[1, 2, 3],
+        sampling_table_size=16,
+        sampling_table_seed=0,
+        context_history_size=8,
+        device=torch.device("cpu"),
+    ),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("made", STATEFUL, ids=["guidance", "subclass", "pairs", "speech", "watermark"])
+def test_a_logits_processor_that_cannot_be_shown_drafts(
+    model: PreTrainedModel, call: Call, made: Callable[[PreTrainedModel], LogitsProcessor]
+) -> None:
+    engine = Engine(model, exit_layer=2)
+    processor = made(model)
+    with refused(model, ValueError, "logits_processor", type(processor).__name__, "the model's own generate"):
+        call(engine, kit.prompt_tensor(), logits_processor=LogitsProcessorList([processor]), **SHORT)
+
+
+def test_guidance_by_its_setting(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    with refused(model, ValueError, "guidance_scale=1.5", "guidance_scale=1 to switch it off"):
+        engine.generate(kit.prompt_tensor(), guidance_scale=1.5, **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "named"),
+    [(None, TypeError, "a NoneType"), (torch.zeros(1, 5), ValueError, r"a tensor \(1, 5\)")],
+)
+def test_a_logits_processor_that_returns_no_scores(
+    model: PreTrainedModel, result: Any, error: type[Exception], named: str
+) -> None:
+    """It is known only when the processor has been called."""
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        return result
+
+    engine = Engine(model, exit_layer=2)
+    with pytest.raises(error, match=f"logits_processor holds .*processor.* returned {named}"):
+        engine.generate(kit.prompt_tensor(), logits_processor=[processor], **SHORT)
+    with pytest.raises(error, match=f"logits_processor holds .*processor.* returned {named}"):
+        next(engine.stream(kit.prompt_tensor(), logits_processor=[processor], **SHORT))
+
+
+def test_a_logits_processor_that_remembers(model: PreTrainedModel) -> None:
+    """What it keeps is seen at its first call."""
+
+    class Counting(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return scores
+
+    engine = Engine(model, exit_layer=2)
+    with pytest.raises(ValueError, match=r"logits_processor holds .*Counting, which changed .*: calls"):
+        engine.generate(kit.prompt_tensor(), logits_processor=[Counting()], **SHORT)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_prefix_function_that_allows_nothing(model: PreTrainedModel, do_sample: bool) -> None:
+    engine = Engine(model, exit_layer=2)
+    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn returned no tokens for row 0 after 0 new ones"):
+        engine.generate(kit.prompt_tensor(), prefix_allowed_tokens_fn=lambda row, ids: [], do_sample=do_sample, **SHORT)
+
+
+def test_processors_that_leave_nothing_to_draw_from(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    with pytest.raises(ValueError, match="the logits processors leave no token to choose from"):
+        engine.generate(kit.prompt_tensor(), suppress_tokens=list(range(kit.VOCAB)), do_sample=True, **SHORT)
 
 
 # The model
@@ -376,9 +695,11 @@ def test_another_attention_implementation_after_the_engine_was_made(strategy: st
 def test_an_engine_goes_on_after_any_number_of_refusals(model: PreTrainedModel, expected: torch.Tensor) -> None:
     engine = Engine(model, exit_layer=2)
     first = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
-    for arguments in ({"exit_layer": 9}, {"num_draft_tokens": 0}, {"strategy": "x"}, {"do_sample": True}, {"cache": 1}):
-        with refused(model, ValueError):
-            engine.generate(kit.prompt_tensor(), **SHORT, **arguments)
+    mistakes: list[dict[str, Any]] = [{"exit_layer": 9}, {"num_draft_tokens": 0}, {"strategy": "x"}, {"num_beams": 2}]
+    mistakes += [{"cache": 1}, {"generator": torch.Generator()}, {"stop_strings": []}, {"max_new_tokens": "6"}]
+    for arguments in mistakes:
+        with refused(model, (TypeError, ValueError)):
+            engine.generate(kit.prompt_tensor(), **{**SHORT, **arguments})
     second = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
     assert torch.equal(first.sequences, expected) and torch.equal(second.sequences, expected)
     assert first.statistics.acceptance_histogram == second.statistics.acceptance_histogram

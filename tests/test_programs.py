@@ -124,6 +124,138 @@ def test_mistakes_end_a_program_with_one_line(
     assert lines[-1].startswith("error: ")
 
 
+# How generate.py chooses tokens
+
+DRAWING = ["--temperature", "1.5", "--top-k", "20", "--top-p", "0.95", "--min-p", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def stoppable(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with MIX and words that transformers can look for strings in."""
+    folder = tmp_path_factory.mktemp("stoppable")
+    kit.mixed().save_pretrained(folder)
+    tokenizer = kit.word_tokenizer(kit.VOCAB)
+    # What transformers encodes when it prepares to look for strings; it fails where that is unknown.
+    tokenizer.add_tokens(["abcdef"])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def answers_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, *options: str
+) -> list[dict[str, Any]]:
+    """Returns what generate.py --json answers to two prompts that are the same."""
+    exit_layer = [] if "autoregressive" in options else ["--exit-layer", "2"]
+    arguments = ["--model", model, *exit_layer, "--max-new-tokens", "12", "--json", *options]
+    assert run(monkeypatch, "generate.py", *arguments, "--prompt", "w1 w5 w9", "--prompt", "w1 w5 w9") == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["self_speculative", "autoregressive", "early_exit"])
+def test_a_seed_draws_the_same_again_for_every_prompt(
+    checkpoint: str, strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*DRAWING, "--strategy", strategy, "--seed"]
+    first, second = answers_of(monkeypatch, capsys, checkpoint, *options, "1")
+    assert first["token_ids"] == second["token_ids"]
+    assert answers_of(monkeypatch, capsys, checkpoint, *options, "1")[0]["token_ids"] == first["token_ids"]
+    assert answers_of(monkeypatch, capsys, checkpoint, *options, "2")[0]["token_ids"] != first["token_ids"]
+    assert first["statistics"]["strategy"] == strategy
+
+
+def test_without_a_seed_every_answer_is_drawn_anew(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = answers_of(monkeypatch, capsys, checkpoint, "--temperature", "2")
+    assert first["token_ids"] != second["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "narrow", [["--top-k", "1"], ["--top-p", "0.000001"], ["--min-p", "1.0"]], ids=lambda flags: flags[0]
+)
+def test_drawing_among_one_token_is_greedy(
+    checkpoint: str, narrow: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = answers_of(monkeypatch, capsys, checkpoint, "--temperature", "2", *narrow)
+    assert [answer["token_ids"] for answer in answers] == [kit.without_cache(kit.mixed(), [1, 5, 9], 12)] * 2
+
+
+def test_a_seed_prints_the_text_of_its_tokens(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*DRAWING, "--seed", "3"]
+    answer = answers_of(monkeypatch, capsys, checkpoint, *options)[0]
+    arguments = ["--model", checkpoint, "--exit-layer", "2", "--max-new-tokens", "12", "--prompt", "w1 w5 w9"]
+    assert run(monkeypatch, "generate.py", *arguments, *options) == 0
+    assert capsys.readouterr().out.split() == answer["text"].split() != []
+
+
+def test_an_answer_ends_with_the_first_stop_string(
+    stoppable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = kit.without_cache(kit.mixed(), [1, 5, 9], 12)
+    place = next(place for place in range(3, 12) if plain[place] not in plain[:place])
+    stops = ["--stop", "w0 w0 w0", "--stop", f"w{plain[place]}"]
+    for answer in answers_of(monkeypatch, capsys, stoppable, *stops):
+        assert answer["token_ids"] == plain[: place + 1]
+        assert answer["finish_reason"] == "stop"
+        assert answer["text"].endswith(f"w{plain[place]}")
+    arguments = ["--model", stoppable, "--exit-layer", "2", "--max-new-tokens", "12", "--prompt", "w1 w5 w9"]
+    assert run(monkeypatch, "generate.py", *arguments, *stops) == 0
+    assert capsys.readouterr().out.split() == [f"w{token}" for token in plain[: place + 1] if token]
+
+
+@pytest.mark.parametrize("drawing", [[], [*DRAWING, "--seed", "3"]], ids=["greedy", "drawn"])
+def test_accepted_tokens_of_an_answer_are_green(
+    checkpoint: str, drawing: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = answers_of(monkeypatch, capsys, checkpoint, *drawing)[0]
+    arguments = ["--model", checkpoint, "--exit-layer", "2", "--max-new-tokens", "12", "--prompt", "w1 w5 w9"]
+    shown = {}
+    for color in ("always", "never"):
+        assert run(monkeypatch, "generate.py", *arguments, *drawing, "--color", color) == 0
+        shown[color] = capsys.readouterr().out
+    green = re.findall("\033\\[32m(.*?)\033\\[0m", shown["always"])
+    assert sum(len(piece.split()) for piece in green) == answer["statistics"]["accepted"] > 0
+    assert len("".join(green).split()) < len(answer["token_ids"])
+    assert re.sub("\033\\[\\d*m", "", shown["always"]) == shown["never"]
+    assert shown["never"].strip() == answer["text"].strip()
+
+
+CHOICES = [
+    (["--top-k", "5"], "--top-k 5 is for drawing tokens; pass --temperature as well"),
+    (["--top-p", "0.9"], "--top-p 0.9 is for drawing tokens; pass --temperature as well"),
+    (["--min-p", "0.1"], "--min-p 0.1 is for drawing tokens; pass --temperature as well"),
+    (["--seed", "0"], "--seed 0 is for drawing tokens; pass --temperature as well"),
+    (["--temperature", "0"], "temperature"),
+    (["--temperature", "-1"], "temperature"),
+    (["--temperature", "nan"], "temperature"),
+    (["--temperature", "1", "--top-k", "-1"], "top_k"),
+    (["--temperature", "1", "--top-p", "1.5"], "--top-p 1.5 is out of range"),
+    (["--temperature", "1", "--top-p", "-0.5"], "top_p"),
+    (["--temperature", "1", "--min-p", "-0.5"], "min_p"),
+    (["--temperature", "1", "--seed", str(2**64)], f"--seed {2**64} is out of range"),
+    (["--temperature", "1", "--seed", "-1"], "--seed -1 is out of range"),
+    (["--stop", ""], "stop_strings"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CHOICES)
+def test_mistakes_in_how_tokens_are_chosen_end_generate_with_one_line(
+    checkpoint: str,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", checkpoint, "--exit-layer", "2", "--prompt", "w1", *options]
+    assert run(monkeypatch, "generate.py", *arguments) == 2
+    output = capsys.readouterr()
+    assert message in output.err.splitlines()[-1]
+    assert output.err.splitlines()[-1].startswith("error: ")
+    assert output.out.strip() == ""
+
+
 # The demo
 
 

@@ -161,14 +161,17 @@ def _stop_string_criteria(
     """Returns the criterion for stop strings, if there are any."""
     if stop_strings is None:
         return []
-    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-    if not strings or not all(isinstance(string, str) and string for string in strings):
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    is_list = isinstance(strings, list | tuple) and bool(strings)
+    if not is_list or not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop_strings={stop_strings!r} must be a string or a list of strings, none of them empty.")
     if tokenizer is None:
-        raise ValueError(f"stop_strings={stop_strings!r} need a tokenizer to be found in tokens; pass tokenizer=….")
+        raise ValueError(
+            f"stop_strings={stop_strings!r} need a tokenizer, and there is none; pass Engine(model, tokenizer)."
+        )
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     try:
-        return [StopStringCriteria(tokenizer, strings)]
+        return [StopStringCriteria(tokenizer, list(strings))]
     except ValueError as error:
         raise ValueError(f"stop_strings={stop_strings!r} cannot be found with this tokenizer: {error}.") from error

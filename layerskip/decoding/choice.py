@@ -16,8 +16,8 @@ class GreedyChoice:
         """Returns the drafts for processed scores `(rows, vocabulary)`: `(rows,)`."""
         return scores.argmax(-1)
 
-    def verify(self, scores: torch.Tensor, drafts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-        """Returns for each row how many drafts are accepted, and the token that follows them.
+    def verify(self, scores: torch.Tensor, drafts: Sequence[list[int]]) -> tuple[list[int], list[int | None]]:
+        """Returns for each row how many drafts are accepted, and the token that follows them; never `None` here.
 
         Args:
             scores: of the full model, processed, `(rows, width, vocabulary)`: after the row's last token and after
@@ -47,13 +47,15 @@ class SampledChoice:
         self.drawn_from.append(weights)
         return draw(weights, self._uniforms(weights, 1)[:, 0])
 
-    def verify(self, scores: torch.Tensor, drafts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
+    def verify(self, scores: torch.Tensor, drafts: Sequence[list[int]]) -> tuple[list[int], list[int | None]]:
         """Returns for each row how many drafts are accepted, and the token that follows them; see `GreedyChoice`.
 
-        Raises:
-            ValueError: the processors leave no token to choose from.
+        The token is `None` where the scores leave none to choose from. That is no error behind the end of a row.
         """
         target = probabilities(scores)
+        nothing = target[..., 0].isnan()
+        # Any distribution may stand in: it bears on what follows alone, and NaN would refuse the drafts before it.
+        target.masked_fill_(nothing.unsqueeze(-1), 1 / target.shape[-1])
         length = scores.shape[1] - 1
         # A step whose drafts were all dropped left a distribution behind that nothing was drawn from.
         source = torch.stack(self.drawn_from[:length], dim=1) if length else target[:, :0]
@@ -62,15 +64,14 @@ class SampledChoice:
         filled = torch.tensor([draft + [0] * (length - len(draft)) for draft in drafts], device=scores.device)
         uniforms = self._uniforms(target, length + 1)
         accepted, tokens = speculate(self.rule, target, source, filled.long(), counts, uniforms)
-        chosen_from = target[torch.arange(len(counts), device=scores.device), accepted].sum(-1)
+        possible = (~nothing).long().cumprod(-1).sum(-1)
         # One read for the whole round.
-        read = torch.stack([accepted, tokens, chosen_from.isfinite().long()]).tolist()
-        if not all(read[2]):
-            raise ValueError(
-                "the logits processors leave no token to choose from: all scores of a row are -inf or NaN; loosen "
-                "them, or pass remove_invalid_values=True."
-            )
-        return read[0], read[1]
+        read = torch.stack([accepted, tokens, possible]).tolist()
+        rows = list(zip(*read, strict=True))
+        return (
+            [min(count, limit) for count, _, limit in rows],
+            [token if count < limit else None for count, token, limit in rows],
+        )
 
     def _uniforms(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """Returns random numbers in [0, 1), `(rows, count)`."""

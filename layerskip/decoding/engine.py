@@ -256,12 +256,12 @@ class Engine:
         layered = self.layered
         plan = self.plan(strategy, wishes)
         self.check_is_in_eval_mode()
-        # `None` leaves a length open, as in `generate`.
-        arguments = {
-            name: value
-            for name, value in arguments.items()
-            if value is not None or name not in ("max_length", "min_length")
-        }
+        # `None` leaves these open, as in `generate`.
+        counts = ("max_length", "min_length", "num_beams", "num_return_sequences")
+        arguments = {name: value for name, value in arguments.items() if value is not None or name not in counts}
+        for name in ("logits_processor", "stopping_criteria"):
+            if not isinstance(functions[name], list | tuple | None):
+                raise TypeError(f"{name} is a {type(functions[name]).__name__}; pass a list of them.")
         read = read_prompts(prompts, self.tokenizer, attention_mask, layered.vocab_size)
         config = merged_config(self.model, generation_config, arguments)
         pad = GenerationOptions.of(config).pad_token_id
@@ -271,9 +271,10 @@ class Engine:
             read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
         # transformers warns about outputs that are asked for without return_dict_in_generate; results here always
         # carry them. It would look for a tokenizer if it saw stop strings, and drop the one that it is given.
-        open_values = {"return_dict_in_generate": True, "pad_token_id": pad}
-        generation_config, arguments = with_values(generation_config, arguments, **open_values)
-        if config.stop_strings is not None:
+        settled = {"return_dict_in_generate": True, "pad_token_id": pad, "stop_strings": None}
+        generation_config, arguments = with_values(generation_config, arguments, **settled)
+        if self.model.generation_config.stop_strings is not None:
+            # Only an argument overrides the model's own.
             arguments = {**arguments, "stop_strings": None}
         ids, mask = read.left_padded(0 if pad is None else pad, layered.device)
         generate: Any = self.model.generate

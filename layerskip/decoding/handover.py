@@ -80,8 +80,9 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
 
     Raises:
         TypeError: a cache that is no DynamicCache.
-        ValueError: arguments for the model that are not supported, a mask with a zero between ones or a row of zeros,
-            positions that do not follow from the mask, a cache that does not fit, or a token id outside the vocabulary.
+        ValueError: arguments for the model that are not supported, embeddings or a mask of another shape, a mask with
+            a zero between ones or a row of zeros, positions that do not follow from the mask, a cache that does not
+            fit, or a token id outside the vocabulary.
     """
     arguments = handover.model_arguments
     for name, value in arguments.items():
@@ -93,6 +94,8 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
     held = 0 if cache is None else cache.get_seq_length()
     embedded: torch.Tensor | None = arguments.get("inputs_embeds")
     inputs = handover.input_ids if embedded is None else embedded
+    if embedded is not None and embedded.dim() != 3:
+        raise ValueError(f"inputs_embeds has shape {tuple(embedded.shape)}; it must be (rows, tokens, hidden).")
     mask = _mask(handover, inputs)
     width = mask.shape[1]
     # `generate` takes either the whole sequence or what follows the cache.
@@ -169,10 +172,17 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def _mask(handover: Handover, inputs: torch.Tensor) -> torch.Tensor:
     """Returns the attention mask over all columns, `(rows, columns)`, also where `generate` has dropped one of ones."""
     mask: torch.Tensor | None = handover.model_arguments.get("attention_mask")
-    if mask is not None:
-        return mask
-    config: Any = handover.config
-    return inputs.new_ones((inputs.shape[0], config._mask_length), dtype=torch.long)
+    rows = inputs.shape[0]
+    if mask is None:
+        config: Any = handover.config
+        return inputs.new_ones((rows, config._mask_length), dtype=torch.long)
+    if mask.dim() != 2 or mask.shape[0] != rows:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must be (rows, columns), and there are {rows} rows."
+        )
+    if ((mask != 0) & (mask != 1)).any():
+        raise ValueError("attention_mask holds other values than 1 (a token) and 0 (padding); pass these alone.")
+    return mask
 
 
 def _span(mask: list[int], row: int) -> tuple[int, int]:
@@ -192,7 +202,8 @@ def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor, toke
     expected = (mask.long().cumsum(-1) - 1)[:, -tokens:]
     seen = mask[:, -tokens:] != 0
     given = position_ids[..., -tokens:].to(mask.device)
-    if given.dim() != 2 or given.shape[1] != tokens or ((given != expected) & seen).any():
+    fits = given.dim() == 2 and given.shape[0] in (1, len(mask)) and given.shape[1] == tokens
+    if not fits or ((given != expected) & seen).any():
         raise ValueError(
             f"position_ids={_short(position_ids)} do not follow from attention_mask, whose tokens are counted from 0; "
             "leave them out."

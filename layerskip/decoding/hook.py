@@ -32,6 +32,7 @@ class SelfSpeculativeOutput(ModelOutput):
         scores: with `output_scores=True`, for each step the processed scores `(rows, vocabulary)` in fp32; zeros for
             rows that had finished.
         logits: with `output_logits=True`, the same before processing.
+        attentions, hidden_states: always `None`, since `generate` is refused where it is asked for them.
         cache: a DynamicCache in `generate`'s layout, to go on from; `None` where prompts are padded on the right.
         finish_reasons: "stop", "length" or "criteria", for each row.
         statistics: counted work, acceptance and time.
@@ -40,6 +41,8 @@ class SelfSpeculativeOutput(ModelOutput):
     sequences: torch.Tensor | None = None
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
+    attentions: None = None
+    hidden_states: None = None
     cache: Cache | None = None
     finish_reasons: tuple[str, ...] | None = None
     statistics: Statistics | None = None

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -261,7 +262,12 @@ class DecodeLoop:
         scores = logits[:, 0].to(torch.float32, copy=True)
         rows = [self.active[index] for index in drafting]
         counts = [len(row.tokens) + step for row in rows]
-        scores[drafting], alive = self.processors(scores[drafting], [row.index for row in rows], counts)
+        processed, alive = self.processors(scores[drafting], [row.index for row in rows], counts)
+        if self.draft_head is not None:
+            # A prefix function lifts what it allows above −inf; what the head does not know stays out.
+            processed = processed.masked_fill(scores[drafting] == -torch.inf, -torch.inf)
+            alive = (processed > -torch.inf).any(-1)
+        scores[drafting] = processed
         tokens, usable = torch.stack([self.choice.draft(scores)[drafting], alive.long()]).tolist()
         return {index: token for index, token, use in zip(drafting, tokens, usable, strict=True) if use}
 
@@ -317,12 +323,15 @@ class DecodeLoop:
         Args:
             drafts: of each active row.
             scored: the full model's output after each row's last token and after each of its drafts.
+
+        Raises:
+            ValueError: a row goes on, and the processors leave no token to choose from.
         """
         blocks = []
         accepted, targets = self.choice.verify(scored.scores, drafts)
         for place, (row, draft, count, target) in enumerate(zip(self.active, drafts, accepted, targets, strict=True)):
             before = len(row.tokens)
-            emitted = [*draft[:count], target]
+            emitted = draft[:count] if target is None else [*draft[:count], target]
             self._write(row, before, emitted)
             for offset, token in enumerate(emitted):
                 if self.processors is not None:
@@ -337,6 +346,8 @@ class DecodeLoop:
                 row.finish_reason = self.settings.stops.reason(row.index, row.tokens, self.transcript, shown)
                 if row.finish_reason is not None:
                     break
+            if target is None and row.finish_reason is None:
+                self._refuse(row)
             length = len(row.tokens) - before
             if self.transcript is not None:
                 self.transcript.clear(row.index, len(row.tokens))
@@ -349,6 +360,15 @@ class DecodeLoop:
             flags = tuple(position < kept for position in range(length))
             blocks.append(Block(row.index, tuple(row.tokens[before:]), flags))
         return blocks
+
+    def _refuse(self, row: Row) -> NoReturn:
+        """Raises since nothing may follow a row that has not ended."""
+        if self.processors is not None:
+            self.processors.require(row.index, len(row.tokens))
+        raise ValueError(
+            f"the logits processors leave no token to choose from for row {row.index} after {len(row.tokens)} new "
+            "ones: all scores are -inf, or one is NaN; loosen them, or pass remove_invalid_values=True."
+        )
 
     def _write(self, row: Row, start: int, tokens: list[int]) -> None:
         """Shows processors and criteria the new tokens of a row from its `start`-th on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,7 @@ class GenerationOptions:
 
         Raises:
             TypeError: a token id that is no integer.
+            ValueError: an empty list of EOS tokens.
         """
         eos_token_ids = token_ids("eos_token_id", config.eos_token_id)
         pad_token_id = config.pad_token_id
@@ -128,8 +129,10 @@ def merged_config(
     for name, value in arguments.items():
         if name not in vars(GenerationConfig()):
             raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
-        if name in WHOLE_NUMBERS and value is not None:
-            _check_whole_number(name, value)
+    # Each source by itself, before transformers compares what they hold with numbers.
+    configs = [model.generation_config] if generation_config is None else [generation_config, model.generation_config]
+    for settings in (arguments, *map(vars, configs)):
+        _check_numbers(settings)
     prepare: Any = model._prepare_generation_config
     config: GenerationConfig = prepare(generation_config, **arguments)[0]
     check_supported(config, arguments)
@@ -145,8 +148,12 @@ def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> N
             change nothing in greedy decoding; a caller's wish would be ignored, and is refused.
 
     Raises:
+        TypeError: a length or a time that is no number.
         ValueError: a setting that is not supported, or that has no effect; the message says how to switch it off.
     """
+    _check_numbers(vars(config))
+    if config.num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences={config.num_return_sequences} is out of range; it is at least 1.")
     off = GenerationConfig._get_default_generation_params() | SWITCHED_OFF
     for name in sorted(set(vars(GenerationConfig())) - HONOURED - METADATA):
         value = vars(config)[name]
@@ -166,8 +173,22 @@ def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> N
             raise ValueError(
                 f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off."
             )
+        elif name == "return_dict_in_generate":
+            if name in wishes:
+                raise ValueError(
+                    f"{name}={value!r} has no effect, since the engine's results always carry all; leave it out."
+                )
         elif name in wishes:
             raise ValueError(f"{name}={value!r} has no effect without beams or an assistant; leave it out.")
+
+
+def _check_numbers(settings: Mapping[str, Any]) -> None:
+    for name in WHOLE_NUMBERS:
+        if settings.get(name) is not None:
+            _check_whole_number(name, settings[name])
+    max_time = settings.get("max_time")
+    if max_time is not None and (isinstance(max_time, bool) or not isinstance(max_time, int | float)):
+        raise TypeError(f"max_time={max_time!r} is a {type(max_time).__name__}, not a number of seconds.")
 
 
 def _check_whole_number(name: str, value: Any) -> None:
@@ -180,7 +201,10 @@ def token_ids(name: str, value: Any) -> list[int]:
 
     Raises:
         TypeError: one that is no integer.
+        ValueError: an empty list.
     """
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError(f"{name}={value!r} names no token; pass None where there is none.")
     ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):

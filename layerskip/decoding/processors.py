@@ -228,12 +228,23 @@ def _check(processor: Any) -> None:
             "sequence, and so cannot be shown drafts; leave it (or the setting that makes it) out, or use the model's "
             "own generate."
         )
-    # What transformers' LogitsProcessorList looks at.
-    signature = inspect.signature(processor.__call__)
-    if len(signature.parameters) > 2:
+    if isinstance(processor, hf.PrefixConstrainedLogitsProcessor) and not callable(processor._prefix_allowed_tokens_fn):
+        raise TypeError(
+            f"prefix_allowed_tokens_fn={processor._prefix_allowed_tokens_fn!r} cannot be called; pass a function of a "
+            "row's index and its ids."
+        )
+    signature = inspect.signature(processor)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        takes_two = False
+    else:
+        # What transformers' LogitsProcessorList looks at: more parameters than two are passed, or missed.
+        takes_two = len(inspect.signature(processor.__call__).parameters) <= 2
+    if not takes_two:
         raise ValueError(
-            f"logits_processor holds {_name(processor)}, which takes {', '.join(signature.parameters)}; only "
-            "(input_ids, scores) are passed, so give it the rest when it is made."
+            f"logits_processor holds {_name(processor)}, which takes {', '.join(signature.parameters)}; it is called "
+            "with (input_ids, scores) alone, so give it the rest when it is made."
         )
 
 

@@ -40,11 +40,11 @@ class Prompts:
         """
         padding = [self.width - len(row) for row in self.rows]
         mask = [[0] * pads + [1] * len(row) for pads, row in zip(padding, self.rows, strict=True)]
-        ids = [[pad_token_id] * pads + row for pads, row in zip(padding, self.rows, strict=True)]
-        if self.padded is not None:
-            given = self.padded.tolist()
-            if all(shown[pads:] == row for shown, pads, row in zip(given, padding, self.rows, strict=True)):
-                ids = given
+        given = [[]] * len(self.rows) if self.padded is None else self.padded.tolist()
+        ids = [
+            shown if shown[pads:] == row else [pad_token_id] * pads + row
+            for shown, pads, row in zip(given, padding, self.rows, strict=True)
+        ]
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def tensor(self, pad_token_id: int | None) -> torch.Tensor:
@@ -131,6 +131,8 @@ def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:
         return Prompts(_not_empty(ids.tolist()), ids)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask must be a tensor of the prompts' shape {tuple(ids.shape)}.")
+    if ((attention_mask != 0) & (attention_mask != 1)).any():
+        raise ValueError("attention_mask holds other values than 1 (a token) and 0 (padding); pass these alone.")
     rows = []
     for index, (tokens, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
         if _has_hole(mask):

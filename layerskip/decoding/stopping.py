@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,26 @@ class Stops:
         Args:
             criteria: among them at least one on the length.
             width: prompt tokens that the length counts, padding included.
+
+        Raises:
+            TypeError: a criterion that cannot be called with ids and scores.
         """
+        for criterion in criteria:
+            if not callable(criterion):
+                raise TypeError(f"stopping_criteria holds {criterion!r}, which cannot be called.")
+            try:
+                inspect.signature(criterion).bind(None, None)
+            except TypeError as error:
+                raise TypeError(
+                    f"stopping_criteria holds {criterion!r}, which cannot be called with (input_ids, scores): {error}."
+                ) from error
+
         # Exact types, since a subclass may decide otherwise.
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         eos = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
         return cls(
-            max_new_tokens=min(lengths) - width,
+            # `generate` asks its criteria after a token, so that one comes even where the prompt is too long.
+            max_new_tokens=max(1, min(lengths) - width),
             eos_token_ids=frozenset(token for ids in eos for token in ids.flatten().tolist()),
             criteria=tuple(each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)),
         )
@@ -64,7 +79,7 @@ class Stops:
             "stop" (an EOS token or a stop string), "criteria" (any other criterion) or "length".
 
         Raises:
-            ValueError: a criterion that returns something else than one truth value for each row.
+            TypeError, ValueError: a criterion that returns something else than one truth value for each row.
         """
         if tokens[-1] in self.eos_token_ids:
             return "stop"
@@ -82,7 +97,14 @@ class Stops:
 
 
 def _is_met(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, row: int) -> bool:
-    met = torch.as_tensor(criterion(ids, scores))
+    answer = criterion(ids, scores)
+    try:
+        met = torch.as_tensor(answer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"stopping_criteria: {type(criterion).__name__} returned a {type(answer).__name__}; return a bool tensor "
+            f"of shape ({len(ids)},)."
+        ) from error
     if met.numel() == len(ids):
         return bool(met.flatten()[row])
     raise ValueError(

@@ -3,17 +3,28 @@
 A world is a list of tables, one for each length of prefix: `tables[d]` holds a distribution for each of the V^d
 prefixes of d tokens, `(V^d, V)`, so that prefix `x_1..x_d` is row `Σ x_i·V^(d−i)`. Each prefix has a distribution of
 its own, unlike in a test of single tokens, which cannot see what a wrong rule does behind an accepted draft.
+
+The tables of the second half are those of real models: the logits of their exit and of all their layers behind every
+prefix, processed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
 
-from layerskip.decoding.acceptance import Rule, draw, residual, speculate
+from layerskip.decoding.acceptance import Rule, draw, probabilities, residual, speculate
+from layerskip.decoding.processors import Processors
+from layerskip.decoding.transcript import Transcript
+from layerskip.model.cache import SharedCache
+from layerskip.model.draft_head import DraftHead
+from layerskip.model.layered import LayeredModel
+from layerskip.model.placement import Placement
 
 Tables = list[Tensor]
 
@@ -117,7 +128,7 @@ def acceptance(rule: Rule, rounds: Round) -> Tensor:
     rows, length = chances.shape
     likely = torch.zeros(rows, length + 1, dtype=torch.float64)
     for number in range(2**length):
-        passed = torch.tensor([bool(number >> place & 1) for place in range(length)]).expand(rows, length)
+        passed = torch.tensor([number >> place & 1 for place in range(length)]).bool().expand(rows, length)
         likely.scatter_add_(
             1,
             rule.accepted(passed).unsqueeze(1),
@@ -186,3 +197,197 @@ def sampled_distance(
         observed = token.bincount(minlength=vocabulary).double() / samples
         worst = max(worst, float((expected - observed).abs().sum() / 2))
     return worst
+
+
+# Real models.
+
+
+def sequences(prompt: Sequence[int], vocabulary: int, depth: int) -> Tensor:
+    """Returns a prompt with all continuations of `depth` tokens, as a table has its rows: `(V^depth, tokens)`."""
+    rows = torch.arange(vocabulary**depth)
+    places = [rows // vocabulary ** (depth - 1 - place) % vocabulary for place in range(depth)]
+    return torch.stack([*(torch.full_like(rows, token) for token in prompt), *places], dim=1)
+
+
+@torch.no_grad()
+def exit_and_full_logits(
+    model: PreTrainedModel, prompt: Sequence[int], length: int, exit_layer: int, draft_token_ids: Tensor | None = None
+) -> tuple[Tables, Tables]:
+    """Returns the logits that drafts and targets come from, behind all prefixes of less than `length` tokens, by the
+    calls of the decode loop.
+
+    Args:
+        draft_token_ids: of a trimmed draft head, ascending; `None` for the full head.
+    """
+    layered = LayeredModel(model)
+    vocabulary = layered.vocab_size
+    ids = sequences(prompt, vocabulary, length - 1)
+    rows, width = ids.shape
+    placement = Placement.prompt([width] * rows, layered.device)
+    cache, rotary = SharedCache(layered.num_layers, rows, width), layered.rotary_tables(width)
+    early = layered.run(
+        layered.embed(ids, placement.positions), 0, exit_layer, placement=placement, cache=cache, rotary=rotary
+    )
+    full = layered.run(early, exit_layer, layered.num_layers, placement=placement, cache=cache, rotary=rotary)
+    head = None if draft_token_ids is None else DraftHead.of(layered, draft_token_ids)
+    drafts = layered.logits(early) if head is None else head.full_logits(early)
+    # Every prefix is the beginning of many rows; the first of them serves.
+    return tuple(
+        [logits[:: vocabulary ** (length - 1 - depth), len(prompt) - 1 + depth] for depth in range(length)]
+        for logits in (drafts, layered.logits(full))
+    )
+
+
+def processed(logits: Tables, processors: Sequence[Any], prompt: Sequence[int], seen: int | None = None) -> Tables:
+    """Returns the distributions that the decode loop makes of logits, NaN where the processors leave no token.
+
+    Args:
+        processors: transformers' own.
+        seen: how many tokens of a prefix the processors are shown at most; all of them where all is right.
+    """
+    if not processors:
+        return map_tables(probabilities, logits)
+    tables = []
+    for depth, table in enumerate(logits):
+        vocabulary = table.shape[-1]
+        transcript = Transcript(torch.tensor([prompt]).expand(len(table), -1), len(logits), pad=0)
+        for row, tokens in enumerate(sequences([], vocabulary, depth).tolist() if depth else []):
+            transcript.write(row, 0, tokens)
+        count = depth if seen is None else min(seen, depth)
+        scores, _ = Processors(processors, transcript)(
+            table.to(torch.float32, copy=True), list(range(len(table))), [count] * len(table)
+        )
+        tables.append(probabilities(scores))
+    return tables
+
+
+@torch.no_grad()
+def model_tables(model: PreTrainedModel, prompt: Sequence[int], length: int, processors: Sequence[Any] = ()) -> Tables:
+    """Returns the model's own distributions behind all prefixes of less than `length` tokens: its logits without a
+    cache, processed as `generate` does it, and their softmax. Nothing of the engine takes part."""
+    tables = []
+    for depth in range(length):
+        ids = sequences(prompt, model.config.vocab_size, depth)
+        scores = model(ids, use_cache=False).logits[:, -1]
+        if processors:
+            scores = LogitsProcessorList(processors)(ids, scores.float())
+        tables.append(scores.double().softmax(-1))
+    return tables
+
+
+def target_law(target: Tables, eos: int | None = None) -> Tables:
+    """Returns the probabilities of all outputs that sampling token by token can give: `law[d]` those of the outputs of
+    d tokens, `(V^d,)`. Outputs end with `eos`, or where the tables do."""
+    vocabulary = target[0].shape[-1]
+    going, law = torch.ones(1, dtype=torch.float64), [torch.zeros(1, dtype=torch.float64)]
+    for depth, table in enumerate(target):
+        going = (going.unsqueeze(1) * table.double()).flatten()
+        ends = _ends(vocabulary, depth + 1, len(target), eos)
+        law.append(going * ends)
+        going = going * ~ends
+    return law
+
+
+def generation_law(
+    rule: Rule,
+    tables: Callable[[int], tuple[Tables, Tables, Tables]],
+    num_draft_tokens: int,
+    length: int,
+    eos: int | None = None,
+) -> Tables:
+    """Returns the probabilities of all outputs of a whole call, as `target_law` does: prefill, then round after round,
+    through everything that can be drafted, accepted and drawn.
+
+    Args:
+        tables: for a round behind that many new tokens: the target's tables, those that drafts are drawn from (NaN
+            where nothing is drafted), and those that the rule is told.
+        length: the most new tokens of an output.
+        eos: ends drafts and outputs.
+    """
+    vocabulary = tables(0)[0][0].shape[-1]
+    going, law = (
+        [torch.zeros(vocabulary**depth, dtype=torch.float64) for depth in range(length + 1)] for _ in range(2)
+    )
+    going[0] += 1
+    for start in range(length):
+        target, drawn, told = tables(start)
+        drafted = min(num_draft_tokens, length - start - 1) if start else 0
+        rounds = _rounds_behind(start, drafted, going[start], target, drawn, told, eos)
+        _, scale = rule.chances(rounds.p, rounds.q, rounds.drafts, rounds.counts)
+        likely = acceptance(rule, rounds) * rounds.weights.unsqueeze(1)
+        for count in range(drafted + 1):
+            depth, prefixes, weights = start + count, rounds.prefixes[:, count], likely[:, count]
+            if count and eos is not None:
+                ended = rounds.drafts[:, count - 1] == eos
+                law[depth].index_add_(0, prefixes, weights * ended)
+                weights = weights * ~ended
+            follow = residual(rounds.p, rounds.q, rounds.counts, torch.full_like(rounds.counts, count), scale)
+            emitted = torch.zeros(vocabulary**depth, vocabulary, dtype=torch.float64)
+            emitted.index_add_(0, prefixes, weights.unsqueeze(1) * normalized(follow).double())
+            ends = _ends(vocabulary, depth + 1, length, eos)
+            law[depth + 1] += emitted.flatten() * ends
+            going[depth + 1] += emitted.flatten() * ~ends
+    return law
+
+
+def _rounds_behind(
+    start: int, drafted: int, weights: Tensor, target: Tables, drawn: Tables, told: Tables, eos: int | None
+) -> Round:
+    """Returns all rounds of `drafted` drafts behind all prefixes of `start` tokens, which have these weights."""
+    vocabulary = target[0].shape[-1]
+    rows = torch.arange(vocabulary ** (start + drafted))
+    prefixes = torch.stack([rows // vocabulary ** (drafted - place) for place in range(drafted + 1)], dim=1)
+    drafts = prefixes[:, 1:] % vocabulary
+    weights = weights[prefixes[:, 0]]
+    counts = torch.full_like(rows, drafted)
+    for place in reversed(range(drafted)):
+        table = drawn[start + place][prefixes[:, place]]
+        stops = table.isnan().any(-1)
+        # Filler may be anything that sums to 1.
+        weights = weights * torch.where(stops, 1 / vocabulary, table[torch.arange(len(rows)), drafts[:, place]])
+        if place and eos is not None:
+            stops = stops | (drafts[:, place - 1] == eos)
+        counts[stops] = place
+    p = torch.stack([target[start + place][prefixes[:, place]] for place in range(drafted + 1)], dim=1)
+    q = torch.zeros_like(p[:, 1:])
+    for place in range(drafted):
+        q[:, place] = told[start + place][prefixes[:, place]]
+    return Round(
+        p=p,
+        q=q,
+        drafts=drafts,
+        counts=counts,
+        prefixes=prefixes,
+        weights=weights,
+    )
+
+
+def _ends(vocabulary: int, depth: int, length: int, eos: int | None) -> Tensor:
+    """Returns which outputs of `depth` tokens are complete, bool `(V^depth,)`."""
+    last = torch.arange(vocabulary**depth) % vocabulary
+    return torch.full_like(last, depth == length, dtype=torch.bool) | (last == (-1 if eos is None else eos))
+
+
+def law_distance(first: Tables, second: Tables) -> float:
+    """Returns the total variation between two laws of outputs."""
+    return sum(float((a - b).abs().sum() / 2) for a, b in zip(first, second, strict=True))
+
+
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """Returns how likely Pearson's χ² is to be as large as here or larger where `counts` were drawn from `expected`.
+
+    Cells that are expected to hold fewer than 5 draws are taken together; 0 where a draw has probability 0.
+
+    Args:
+        counts: of the draws in each cell, int64 `(cells,)`.
+        expected: the probabilities of the cells.
+    """
+    if (counts[expected == 0] > 0).any():
+        return 0.0
+    wanted = expected * counts.sum()
+    rare = wanted < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum().unsqueeze(0)]).double()
+    wanted = torch.cat([wanted[~rare], wanted[rare].sum().unsqueeze(0)])
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(wanted) - 1) / 2).double(), statistic / 2))

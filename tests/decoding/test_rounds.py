@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from layerskip import Engine
-from layerskip.decoding import loop
+from layerskip.decoding import choice
 from layerskip.decoding.loop import DecodeLoop, DecodeSettings
+from layerskip.decoding.stopping import Stops
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
 from tests import kit
@@ -18,7 +19,7 @@ from tests import kit
 
 def settings(num_draft_tokens: int = 4, max_new_tokens: int = 24) -> DecodeSettings:
     """Self-speculation at exit 2 without stops."""
-    return DecodeSettings(kit.EXIT_LAYER, kit.NUM_LAYERS, num_draft_tokens, max_new_tokens, frozenset())
+    return DecodeSettings(kit.EXIT_LAYER, kit.NUM_LAYERS, num_draft_tokens, Stops(max_new_tokens))
 
 
 def new_tokens(run: DecodeLoop, row: int = 0) -> list[int]:
@@ -88,7 +89,7 @@ def test_all_layers_stand_at_the_committed_length_after_every_round(
     def accept_at_most(drafts: Sequence[int], targets: Sequence[int]) -> int:
         return min(accepted, len(drafts))
 
-    monkeypatch.setattr(loop, "accept_greedy", accept_at_most)
+    monkeypatch.setattr(choice, "accept_greedy", accept_at_most)
     model = kit.identical()
     run = DecodeLoop(LayeredModel(model), [kit.PROMPT, kit.PROMPT[:6]], settings())
     for _ in run.blocks():
@@ -150,7 +151,7 @@ def test_drafts_are_those_of_a_fresh_early_exit_without_a_cache(monkeypatch: pyt
 
     def recording(run: DecodeLoop, starts: list[int]) -> Any:
         drafts, states = drafting(run, starts)
-        seen.append((run.active[0].prompt + run.active[0].tokens, drafts[0]))
+        seen.append(([*run.prompts[0], *run.active[0].tokens], drafts[0]))
         return drafts, states
 
     monkeypatch.setattr(DecodeLoop, "_draft", recording)
@@ -169,7 +170,7 @@ def test_a_draft_never_outgrows_what_is_left(monkeypatch: pytest.MonkeyPatch) ->
 
     def recording(run: DecodeLoop, starts: list[int]) -> Any:
         drafts, states = drafting(run, starts)
-        left.append(run.settings.max_new_tokens - len(run.active[0].tokens) - len(drafts[0]))
+        left.append(run.settings.stops.max_new_tokens - len(run.active[0].tokens) - len(drafts[0]))
         return drafts, states
 
     monkeypatch.setattr(DecodeLoop, "_draft", recording)
