@@ -455,7 +455,7 @@ def test_a_stream_of_several_drawn_sequences(model: PreTrainedModel) -> None:
 
 @BOTH
 @pytest.mark.parametrize("has_tokenizer", [False, True])
-@pytest.mark.parametrize("strings", [[], "", ["a", ""], [5]], ids=repr)
+@pytest.mark.parametrize("strings", [[], "", ["a", ""], [5], 5, {"a": 1}], ids=repr)
 def test_stop_strings_that_are_none(model: PreTrainedModel, call: Call, strings: Any, has_tokenizer: bool) -> None:
     engine = Engine(model, kit.word_tokenizer() if has_tokenizer else None, exit_layer=2)
     with refused(model, ValueError, f"stop_strings={strings!r}", "none of them empty"):
@@ -542,6 +542,30 @@ def test_a_logits_processor_that_cannot_be_called_with_ids_and_scores(
     named = "NeedsMore" if isinstance(processor, NeedsMore) else "logits_processor holds 5"
     with refused(model, (TypeError, ValueError), named):
         call(engine, kit.prompt_tensor(), logits_processor=[processor], **SHORT)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"logits_processor": [lambda ids: ids]}, "with (input_ids, scores) alone"),
+        ({"logits_processor": [lambda ids, scores, more: scores]}, "with (input_ids, scores) alone"),
+        ({"logits_processor": abs}, "logits_processor is a builtin_function_or_method; pass a list"),
+        ({"stopping_criteria": abs}, "stopping_criteria is a builtin_function_or_method; pass a list"),
+        ({"stopping_criteria": [5]}, "stopping_criteria holds 5"),
+        ({"stopping_criteria": [lambda ids: False]}, "with (input_ids, scores)"),
+        ({"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn=5 cannot be called"),
+        ({"max_time": "x"}, "max_time='x' is a str, not a number of seconds"),
+        ({"num_return_sequences": 0}, "num_return_sequences=0 is out of range"),
+        ({"return_dict_in_generate": False}, "the engine's results always carry all"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_called_or_counted(
+    model: PreTrainedModel, call: Call, arguments: dict[str, Any], named: str
+) -> None:
+    with refused(model, (TypeError, ValueError), named):
+        call(Engine(model, exit_layer=2), kit.prompt_tensor(), **arguments, **SHORT)
 
 
 class GuidanceOfMyOwn(UnbatchedClassifierFreeGuidanceLogitsProcessor):
