@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,8 @@ class Call:
         cache = None
         if self.cached_prompts is not None:
             held = zip(self.cached_prompts, self.loop.rows, strict=True)
-            cache = CachedTokens(tuple((*prompt, *row.tokens[:-1]) for prompt, row in held), self.loop.kept())
+            token_ids = tuple((*prompt, *row.tokens[:-1]) for prompt, row in held)
+            cache = CachedTokens(token_ids, self.loop.kept(), weakref.ref(self.loop.model.model))
         return GenerationResult.of(self.loop, self.shown, self.plan, self.options, self.tokenizer, cache)
 
 

@@ -290,7 +290,7 @@ class Engine:
         copies = len(columns.prompts) // len(read.rows)
         rows = [row for row in read.rows for _ in range(copies)]
         if cache is not None:
-            columns = behind_cache(columns, rows, cache, plan.depth(layered.num_layers))
+            columns = behind_cache(columns, rows, cache, self.model, plan.depth(layered.num_layers))
         return Call.prepare(
             layered,
             plan,

@@ -122,23 +122,28 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
     return PromptColumns(prompts, starts, min(ends) == width, past)
 
 
-def behind_cache(columns: PromptColumns, rows: Sequence[list[int]], cache: CachedTokens, depth: int) -> PromptColumns:
+def behind_cache(
+    columns: PromptColumns, rows: Sequence[list[int]], cache: CachedTokens, model: PreTrainedModel, depth: int
+) -> PromptColumns:
     """Returns prompts without the beginnings that a cache holds; the last token of each is always left.
 
     Args:
         columns: the whole prompts.
         rows: their token ids.
         cache: of an earlier call.
+        model: the call's.
         depth: how many layers the call runs.
 
     Raises:
         TypeError: another kind of cache.
-        ValueError: a cache of other rows or another depth, or one that shares nothing with a prompt.
+        ValueError: a cache of another model, other rows or another depth, or one that shares nothing with a prompt.
     """
     if not isinstance(cache, CachedTokens):
         raise TypeError(
             f"cache is a {type(cache).__name__}; pass the `cache` of an earlier result, which return_cache=True gives."
         )
+    if cache.model() is not model:
+        raise ValueError("cache is of another model than this one; pass a cache of this model, or none.")
     if len(cache.token_ids) != len(rows):
         raise ValueError(
             f"cache holds {len(cache.token_ids)} rows, and there are {len(rows)} prompts; there must be as many."

@@ -383,10 +383,11 @@ class DecodeLoop:
     def _roll_back(self) -> None:
         """Cuts the cache to what is settled, and moves finished rows behind the active ones."""
         self.cache.rollback([row.committed - 1 for row in self.active])
-        for place in reversed(range(len(self.active))):
-            if self.active[place].finish_reason is not None:
-                last = len(self.active) - 1
-                if place != last:
-                    self.cache.swap(place, last)
-                    self.order[place], self.order[last] = self.order[last], self.order[place]
-                self.active = self.order[:last]
+        left = len(self.active)
+        for place in reversed(range(left)):
+            if self.order[place].finish_reason is not None:
+                left -= 1
+                if place != left:
+                    self.cache.swap(place, left)
+                    self.order[place], self.order[left] = self.order[left], self.order[place]
+        self.active = self.order[:left]

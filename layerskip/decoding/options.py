@@ -154,6 +154,10 @@ def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> N
     _check_numbers(vars(config))
     if config.num_return_sequences < 1:
         raise ValueError(f"num_return_sequences={config.num_return_sequences} is out of range; it is at least 1.")
+    for name in ("top_p", "typical_p"):
+        share = vars(config)[name]
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{name}={share!r} is out of range; it is a probability, 0 to 1.")
     off = GenerationConfig._get_default_generation_params() | SWITCHED_OFF
     for name in sorted(set(vars(GenerationConfig())) - HONOURED - METADATA):
         value = vars(config)[name]

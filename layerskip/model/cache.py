@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,12 @@ class CachedTokens:
     Attributes:
         token_ids: of each row, the tokens whose states its first slots hold; what lies behind them does not count.
         layers: keys and values of each layer, as many slots as the longest row has tokens.
+        model: whose states they are; a weak reference, so that a cache does not keep it.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     layers: Layers = field(repr=False)
+    model: weakref.ref[torch.nn.Module] = field(repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,9 +74,13 @@ class SharedCacheLayer(CacheLayerMixin):
 
         Returns:
             Views of the slots that the attention of this pass reads, `(rows, heads, view, head size)`.
+
+        Raises:
+            ValueError: the states that were restored are of another shape or type, and so of another model.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        _check_kind(self.keys, key_states)
         self.lengths = placement.ends + self.lengths[len(placement.ends) :]
         return _store(self.keys, key_states, placement), _store(self.values, value_states, placement)
 
@@ -110,6 +117,15 @@ class SharedCacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many slots a pass of `query_length` tokens reads, and the first of them."""
         return self.get_seq_length() + query_length, 0
+
+
+def _check_kind(held: torch.Tensor, new: torch.Tensor) -> None:
+    """Raises where restored states cannot be the model's own."""
+    if (held.shape[1], held.shape[3], held.dtype) != (new.shape[1], new.shape[3], new.dtype):
+        raise ValueError(
+            f"cache holds keys of {held.shape[1]} heads of size {held.shape[3]} in {held.dtype}, but the model makes "
+            f"{new.shape[1]} of size {new.shape[3]} in {new.dtype}; pass a cache of this model, or none."
+        )
 
 
 def _store(buffer: torch.Tensor, states: torch.Tensor, placement: Placement) -> torch.Tensor:

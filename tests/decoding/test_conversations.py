@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from layerskip import Engine
+from layerskip import Engine, self_speculative
 from layerskip.decoding.result import GenerationResult
 from layerskip.model.cache import CachedTokens
 from tests import kit
@@ -197,8 +197,8 @@ def test_a_cache_is_not_changed_and_can_be_branched_from() -> None:
     assert all(torch.equal(now, then) for now, then in zip(states_of(held), before, strict=True))
 
 
-def test_one_row_of_a_cache_answers_several_times() -> None:
-    """Several answers need a row of the cache each, which only a call with as many rows leaves."""
+def test_several_answers_need_a_row_of_the_cache_each() -> None:
+    """Only a call with as many rows leaves them."""
     engine = Engine(kit.mixed(), exit_layer=2)
     drawing = {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 3}
     first = engine.generate(kit.prompt_tensor(), return_cache=True, **drawing)
@@ -387,14 +387,36 @@ def test_learned_positions_are_counted_over_the_whole_conversation() -> None:
 def test_a_cache_of_another_depth_is_refused_before_any_layer_runs() -> None:
     engine = Engine(kit.mixed(), exit_layer=2)
     held = engine.generate(kit.prompt_tensor(), max_new_tokens=2, return_cache=True).cache
-    deeper = kit.build(kit.llama_config(num_hidden_layers=5))
-    ran = []
-    deeper.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(ValueError, match="cache holds 4 layers, and this call runs 5"):
-        Engine(deeper, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=2, cache=held)
-    with pytest.raises(ValueError, match="cache holds 4 layers, and this call runs 3"):
-        engine.generate(kit.prompt_tensor(), max_new_tokens=2, cache=held, strategy="early_exit", exit_layer=3)
-    assert ran == []
+    with kit.counted_layers(engine.model) as counts:
+        with pytest.raises(ValueError, match="cache holds 4 layers, and this call runs 3"):
+            engine.generate(kit.prompt_tensor(), max_new_tokens=2, cache=held, strategy="early_exit", exit_layer=3)
+        assert counts == [0] * kit.NUM_LAYERS
+
+
+def test_a_cache_of_another_model_is_refused_before_any_layer_runs() -> None:
+    """One with the same shapes too, whose states would be taken for its own."""
+    model = kit.mixed()
+    held = Engine(model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=2, return_cache=True).cache
+    for other in (kit.mixed(seed=5), kit.mixed(num_key_value_heads=4), kit.mixed().to(torch.bfloat16)):
+        with kit.counted_layers(other) as counts:
+            with pytest.raises(ValueError, match="cache is of another model"):
+                Engine(other, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=2, cache=held)
+            assert counts == [0] * kit.NUM_LAYERS
+    # Another engine of the same model goes on.
+    result = Engine(model, exit_layer=3).generate(kit.prompt_tensor(), max_new_tokens=8, cache=held)
+    assert result.new_token_ids[0] == reference(model, kit.PROMPT, 8)
+
+
+@pytest.mark.parametrize("other", [{"num_key_value_heads": 4}, {"hidden_size": 64}], ids=str)
+def test_a_cache_of_another_shape_is_named_where_generate_takes_it(other: dict[str, int]) -> None:
+    ids = kit.prompt_tensor()
+    hook = self_speculative(exit_layer=2)
+    kept = kit.mixed().generate(
+        ids, max_new_tokens=2, custom_generate=hook, return_dict_in_generate=True, do_sample=False
+    )
+    longer = torch.cat([kept.sequences, torch.tensor([[5]])], dim=1)
+    with pytest.raises(ValueError, match="cache holds keys of 2 heads of size 8"):
+        kit.mixed(**other).generate(longer, cache=kept.cache, max_new_tokens=2, custom_generate=hook, do_sample=False)
 
 
 @pytest.mark.parametrize("rows", [2, 3])

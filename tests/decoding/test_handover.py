@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -198,10 +199,13 @@ def expected(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) -> 
     return kit.reference(model, ids, max_new_tokens, attention_mask=torch.ones_like(ids))
 
 
+MODEL: Any = torch.nn.Identity()
+
+
 def cached(*rows: tuple[int, ...], num_layers: int = 4) -> CachedTokens:
     """Returns a cache whose states mean nothing."""
     longest = max(map(len, rows))
-    return CachedTokens(rows, ((torch.zeros(len(rows), 2, longest, 8),) * 2,) * num_layers)
+    return CachedTokens(rows, ((torch.zeros(len(rows), 2, longest, 8),) * 2,) * num_layers, weakref.ref(MODEL))
 
 
 ROWS = [[1, 5, 9, 33], [7, 52]]
@@ -224,7 +228,7 @@ def test_what_a_cache_shares_with_a_prompt_is_left_out(
     held: tuple[tuple[int, ...], ...], prompts: list[list[int]], lengths: tuple[int, ...]
 ) -> None:
     cache = cached(*held)
-    columns = behind_cache(COLUMNS, ROWS, cache, depth=4)
+    columns = behind_cache(COLUMNS, ROWS, cache, MODEL, depth=4)
     assert columns.prompts == prompts
     assert columns.past is not None
     assert columns.past.lengths == lengths
@@ -246,7 +250,7 @@ def test_what_a_cache_shares_with_a_prompt_is_left_out(
 )
 def test_a_cache_that_does_not_fit_is_refused(cache: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        behind_cache(COLUMNS, ROWS, cache, depth=4)
+        behind_cache(COLUMNS, ROWS, cache, MODEL, depth=4)
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,9 @@ def test_the_returned_cache_is_that_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "new"])
-@pytest.mark.parametrize(("first", "second"), [(ours, plain), (ours, ours), (plain, ours)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "second"), [(ours, plain), (ours, ours), (plain, ours)], ids=lambda who: who.__name__
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_goes_on_from_the_cache(
     family: str, first: Callable[..., Any], second: Callable[..., Any], whole: bool
@@ -470,7 +472,9 @@ def test_a_conversation_goes_on_from_the_cache(
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "new"])
-@pytest.mark.parametrize(("first", "second"), [(ours, plain), (ours, ours), (plain, ours)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "second"), [(ours, plain), (ours, ours), (plain, ours)], ids=lambda who: who.__name__
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_goes_on_from_the_cache(
     family: str, first: Callable[..., Any], second: Callable[..., Any], whole: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -315,7 +316,9 @@ class Driven:
 
     def kept(self, order: Sequence[int]) -> CachedTokens:
         """Returns what the cache holds of the rows in `order`."""
-        return CachedTokens(tuple(tuple(self.rows[row]) for row in order), self.cache.kept(order))
+        return CachedTokens(
+            tuple(tuple(self.rows[row]) for row in order), self.cache.kept(order), weakref.ref(self.model.model)
+        )
 
     @classmethod
     def restored(cls, model: PreTrainedModel, cached: CachedTokens, lengths: Sequence[int], budget: int) -> Driven:
@@ -637,7 +640,7 @@ def test_a_cache_that_nothing_was_stored_in_has_nothing_to_keep() -> None:
 
 
 def test_cached_tokens_say_how_many_they_are_and_do_not_print_their_states() -> None:
-    cached = CachedTokens(((1, 2, 3), (4,)), (PAIR, PAIR, PAIR))
+    cached = CachedTokens(((1, 2, 3), (4,)), (PAIR, PAIR, PAIR), weakref.ref(torch.nn.Identity()))
     assert (cached.lengths, cached.num_layers) == ((3, 1), 3)
     assert repr(cached) == "CachedTokens(token_ids=((1, 2, 3), (4,)))"
 

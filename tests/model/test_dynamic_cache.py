@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,8 @@ def test_a_run_goes_on_from_what_generate_has_cached(family: str, batch: str) ->
     assert cache.get_seq_length() == max(len(row) for row in tokens)
     before = snapshot(cache)
     lengths = [len(row) for row in tokens]
-    cached = CachedTokens(tuple(map(tuple, tokens)), read_dynamic_cache(cache, starts, kit.NUM_LAYERS))
+    layers = read_dynamic_cache(cache, starts, kit.NUM_LAYERS)
+    cached = CachedTokens(tuple(map(tuple, tokens)), layers, weakref.ref(model))
     driven = Driven.restored(model, cached, lengths, budget=10)
     logits = driven.extend([FOLLOWING[: 1 + row % 2] for row in range(len(tokens))])
     for row, ids in enumerate(driven.rows):
@@ -162,7 +164,8 @@ def test_one_slot_too_few_in_a_sliding_layer_would_show(family: str) -> None:
     for layer, (_, values) in zip(cache.layers, layers, strict=True):
         if isinstance(layer, DynamicSlidingWindowLayer):
             values[:, :, len(tokens[0]) - (WINDOW - 1)] = 0
-    driven = Driven.restored(model, CachedTokens((tuple(tokens[0]),), layers), [len(tokens[0])], budget=10)
+    cached = CachedTokens((tuple(tokens[0]),), layers, weakref.ref(model))
+    driven = Driven.restored(model, cached, [len(tokens[0])], budget=10)
     assert (driven.extend([[40]])[0, 0] - fresh_logits(model, driven.rows[0])[-1]).abs().max() > 1e-4
 
 
@@ -170,7 +173,8 @@ def test_one_slot_too_few_in_a_sliding_layer_would_show(family: str) -> None:
 def test_a_row_whose_tokens_begin_behind_the_cache_has_none_in_it(family: str) -> None:
     model = kit.build(kit.CONFIGS[family]())
     layers = read_dynamic_cache(own_cache(model, [kit.PROMPT, kit.PROMPT]), [0, len(kit.PROMPT) + 2], kit.NUM_LAYERS)
-    driven = Driven.restored(model, CachedTokens((tuple(kit.PROMPT), ()), layers), [len(kit.PROMPT), 0], budget=10)
+    cached = CachedTokens((tuple(kit.PROMPT), ()), layers, weakref.ref(model))
+    driven = Driven.restored(model, cached, [len(kit.PROMPT), 0], budget=10)
     logits = driven.extend([[40], [7, 8]])
     torch.testing.assert_close(logits[0, 0], fresh_logits(model, [*kit.PROMPT, 40])[-1], rtol=0, atol=1e-5)
     torch.testing.assert_close(logits[1], fresh_logits(model, [7, 8]), rtol=0, atol=1e-5)
@@ -185,7 +189,7 @@ def test_rows_with_the_same_padding_are_read_from_where_they_start(family: str, 
     cache = own_cache(model, rows)
     cache.batch_select_indices(torch.tensor([1, 2]))
     layers = read_dynamic_cache(cache, [padding, padding], kit.NUM_LAYERS)
-    cached = CachedTokens(tuple(map(tuple, rows[1:])), layers)
+    cached = CachedTokens(tuple(map(tuple, rows[1:])), layers, weakref.ref(model))
     driven = Driven.restored(model, cached, cached.lengths, budget=10)
     logits = driven.extend([[40], [41]])
     for row, tokens in enumerate(driven.rows):
