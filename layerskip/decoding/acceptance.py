@@ -80,9 +80,11 @@ def residual(p: Tensor, q: Tensor, counts: Tensor, accepted: Tensor, scale: Tens
         accepted: how many drafts of each row are accepted, int64 `(rows,)`, at most `counts`.
         scale: `(rows, drafts + 1)`, from `Rule.chances`.
     """
-    at = accepted.view(-1, 1, 1)
-    target = _at(p, at)
-    weights = (scale.gather(1, accepted.unsqueeze(1)) * target - _at(_only_real(q, counts), at)).clamp(min=0)
+    target = _at(p, accepted)
+    weights = scale.gather(1, accepted.unsqueeze(1)) * target
+    if q.shape[1]:
+        source = _at(q, accepted.clamp(max=q.shape[1] - 1))
+        weights = (weights - torch.where((accepted < counts).unsqueeze(1), source, 0)).clamp(min=0)
     return torch.where(weights.sum(-1, keepdim=True) > 0, weights, target)
 
 
@@ -118,18 +120,21 @@ def _block_chances(p: Tensor, q: Tensor, drafts: Tensor, counts: Tensor) -> tupl
     """The chances h_i of block verification, and as scale the p_i, the joint chance of the first i drafts.
 
     p_0 = 1 and p_i = min(1, p_{i-1}·p/q); s_i sums max(p_i·p − q, 0); h_i = s_i / (s_i + 1 − p_i). With q = 0 behind
-    the last draft, s_n = p_n, so that h_n = p_n needs no case of its own.
+    the last draft, s_n = p_n and h_n = p_n.
     """
     joint = [torch.ones_like(p[:, 0, 0])]
     for ratio in _ratios(p, q, drafts, counts).unbind(1):
         joint.append((joint[-1] * ratio).clamp(max=1))
     scale = torch.stack(joint, dim=1)
     kept = scale[:, 1:]
-    left = (kept.unsqueeze(-1) * p[:, 1:] - _only_real(q, counts)[:, 1:]).clamp(min=0).sum(-1)
+    real = _is_real(drafts, counts)
+    source = torch.where(real[:, 1:].unsqueeze(-1), q[:, 1:], 0)
+    inner = (kept[:, :-1].unsqueeze(-1) * p[:, 1:-1] - source).clamp(min=0).sum(-1)
+    left = torch.cat([inner, kept[:, -1:]], dim=1)
     total = left + 1 - kept
     # 0/0 is p equal to q behind drafts that are certain: later ones are certain too, and any value is right.
     chances = torch.where(total == 0, 1, left / total)
-    return torch.where(_is_real(drafts, counts), chances, 0), scale
+    return torch.where(real, chances, 0), scale
 
 
 def _leading_run(passed: Tensor) -> Tensor:
@@ -158,14 +163,9 @@ def _is_real(drafts: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(drafts.shape[1], device=drafts.device) < counts.unsqueeze(1)
 
 
-def _only_real(q: Tensor, counts: Tensor) -> Tensor:
-    """q with one more position, `(rows, drafts + 1, vocabulary)`, and 0 at all that no real draft was drawn from."""
-    return torch.nn.functional.pad(torch.where(_is_real(q[..., 0], counts).unsqueeze(-1), q, 0), (0, 0, 0, 1))
-
-
 def _at(table: Tensor, position: Tensor) -> Tensor:
-    """Picks a position `(rows, 1, 1)` of each row of a table `(rows, positions, vocabulary)`."""
-    return table.gather(1, position.expand(-1, 1, table.shape[2])).squeeze(1)
+    """Picks a position `(rows,)` of each row of a table `(rows, positions, vocabulary)`: `(rows, vocabulary)`."""
+    return table.gather(1, position.view(-1, 1, 1).expand(-1, 1, table.shape[2])).squeeze(1)
 
 
 TOKEN_RULE = Rule(_token_chances, _leading_run)

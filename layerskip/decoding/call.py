@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.decoding.choice import GreedyChoice, SampledChoice
 from layerskip.decoding.handover import Handover, PromptColumns
-from layerskip.decoding.loop import DecodeLoop, DecodeSettings
+from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
 from layerskip.decoding.plan import Plan
 from layerskip.decoding.processors import Processors
 from layerskip.decoding.result import GenerationResult, StreamEvent
+from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.stopping import Stops
 from layerskip.decoding.text import GrowingText
 from layerskip.decoding.transcript import Transcript
@@ -96,10 +98,11 @@ class Call:
         held = (0,) * rows if columns.past is None else columns.past.lengths
         longest = max(length + len(prompt) for length, prompt in zip(held, columns.prompts, strict=True))
         layered.check_length(longest + stops.max_new_tokens)
-        transcript = None
+        transcript, processors = None, None
         if handover.processors or stops.criteria:
             pad = 0 if options.pad_token_id is None else options.pad_token_id
-            transcript = Transcript(handover.input_ids.to(layered.device), stops.max_new_tokens, pad)
+            transcript = Transcript(handover.input_ids, stops.max_new_tokens, pad)
+            processors = Processors(handover.processors, transcript) if handover.processors else None
         exit_layer = layered.num_layers if plan.exit_layer is None else plan.exit_layer
         settings = DecodeSettings(
             exit_layer=exit_layer,
@@ -115,7 +118,7 @@ class Call:
             settings,
             choice=SampledChoice(generator) if options.do_sample else GreedyChoice(),
             transcript=transcript,
-            processors=Processors(handover.processors, transcript) if handover.processors and transcript else None,
+            processors=processors,
             draft_token_ids=draft_token_ids,
             past=columns.past,
         )
@@ -139,7 +142,7 @@ class Call:
     def events(self) -> Iterator[StreamEvent]:
         """Runs a call of one row and yields an event a round; the last one carries the result."""
         text = None if self.tokenizer is None else GrowingText(self.tokenizer)
-        for block in (block for blocks in self.loop.blocks() for block in blocks):
+        for [block] in self.loop.blocks():
             piece = "" if text is None else text.add(block.token_ids)
             if self.loop.active:
                 yield StreamEvent(piece, block.token_ids, block.accepted)
@@ -171,8 +174,6 @@ def _stop_string_criteria(
         raise ValueError(
             f"stop_strings={stop_strings!r} need a tokenizer, and there is none; pass Engine(model, tokenizer)."
         )
-    from transformers.generation.stopping_criteria import StopStringCriteria
-
     try:
         return [StopStringCriteria(tokenizer, list(strings))]
     except ValueError as error:

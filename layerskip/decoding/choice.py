@@ -76,5 +76,6 @@ class SampledChoice:
     def _uniforms(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """Returns random numbers in [0, 1), `(rows, count)`."""
         device = torch.device("cpu") if self.generator is None else self.generator.device
-        shape = (like.shape[0], count)
-        return torch.rand(shape, generator=self.generator, device=device, dtype=like.dtype).to(like.device)
+        dtype = torch.float32 if device.type == "mps" else like.dtype
+        drawn = torch.rand((like.shape[0], count), generator=self.generator, device=device, dtype=dtype)
+        return drawn.to(like.device, like.dtype)

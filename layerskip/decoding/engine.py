@@ -10,7 +10,7 @@ import torch
 
 from layerskip.decoding.call import Call
 from layerskip.decoding.handover import Handover, behind_cache, read_columns
-from layerskip.decoding.options import GenerationOptions, merged_config, token_ids, with_values
+from layerskip.decoding.options import GenerationOptions, check_config, merged_config, token_ids, with_values
 from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
 from layerskip.decoding.prompts import inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
@@ -110,11 +110,12 @@ class Engine:
                 conversation so far, and what the cache holds of their beginnings is not processed again.
             return_cache: give the result a `cache`.
             generator: for `do_sample=True`, in place of torch's global generator; makes the call repeatable.
-            logits_processor: further logits processors, each a function of (ids, scores) alone; it sees every row as
-                `generate` shows it, padded on the left, its drafts included. What keeps a state is refused.
+            logits_processor: further logits processors, each a function of (ids, scores) alone, since it sees drafts as
+                well, in every row as `generate` shows it, padded on the left. One that changes at its first call is
+                refused.
             stopping_criteria: further stopping criteria, asked token by token; in a batch each returns one value for
                 each row.
-            prefix_allowed_tokens_fn: of a row's index and its ids, the tokens that may follow.
+            prefix_allowed_tokens_fn: a function of a row's index and its ids alone: the tokens that may follow.
             streamer: a transformers streamer, for one prompt: gets the prompt, then what each round emits at once.
             generation_config: settings of this call; the model's own fill what is left open.
             **arguments: single fields of `GenerationConfig`, such as `max_new_tokens`; they override both.
@@ -124,7 +125,8 @@ class Engine:
             bf16 and fp16 up to ties that rounding decides. Sampled tokens are distributed as the full model's own.
 
         Raises:
-            TypeError, ValueError: anything that cannot be done as asked, before any layer runs.
+            TypeError, ValueError: anything that cannot be done as asked, before any layer runs; later only for what the
+                caller's own functions do or return.
         """
         call = self._prepare(
             prompts,
@@ -184,7 +186,7 @@ class Engine:
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
         )
         if len(call.loop.rows) != 1:
-            raise ValueError(f"stream takes one prompt, not {len(call.loop.rows)}; use generate for a batch.")
+            raise ValueError(f"stream takes one prompt and gives one row, not {len(call.loop.rows)}; use generate.")
         return call.events()
 
     @property
@@ -249,19 +251,29 @@ class Engine:
         cache: CachedTokens | None,
         return_cache: bool,
         generator: torch.Generator | None,
+        logits_processor: Sequence[Any] | None,
+        stopping_criteria: Sequence[Any] | None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None,
         streamer: BaseStreamer | None = None,
-        **functions: Any,
     ) -> Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
         plan = self.plan(strategy, wishes)
         self.check_is_in_eval_mode()
         # `None` leaves these open, as in `generate`.
-        counts = ("max_length", "min_length", "num_beams", "num_return_sequences")
-        arguments = {name: value for name, value in arguments.items() if value is not None or name not in counts}
-        for name in ("logits_processor", "stopping_criteria"):
-            if not isinstance(functions[name], list | tuple | None):
-                raise TypeError(f"{name} is a {type(functions[name]).__name__}; pass a list of them.")
+        open_if_none = ("max_length", "min_length", "num_beams", "num_return_sequences")
+        arguments = {name: value for name, value in arguments.items() if value is not None or name not in open_if_none}
+        for name, functions in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+            if not isinstance(functions, list | tuple | None):
+                raise TypeError(f"{name} is a {type(functions).__name__}; pass a list of them.")
+        if arguments.get("return_dict_in_generate") is False:
+            raise ValueError(
+                "return_dict_in_generate=False has no effect, since the engine's results always carry all; leave "
+                "it out."
+            )
+        check_config(generation_config)
+        # transformers warns about outputs that are asked for without it.
+        generation_config, arguments = with_values(generation_config, arguments, return_dict_in_generate=True)
         read = read_prompts(prompts, self.tokenizer, attention_mask, layered.vocab_size)
         config = merged_config(self.model, generation_config, arguments)
         pad = GenerationOptions.of(config).pad_token_id
@@ -269,10 +281,8 @@ class Engine:
             eos_token_ids = frozenset(token_ids("eos_token_id", config.eos_token_id))
             mask = inferred_mask(read.padded, pad, eos_token_ids)
             read = read_prompts(prompts, self.tokenizer, mask, layered.vocab_size)
-        # transformers warns about outputs that are asked for without return_dict_in_generate; results here always
-        # carry them. It would look for a tokenizer if it saw stop strings, and drop the one that it is given.
-        settled = {"return_dict_in_generate": True, "pad_token_id": pad, "stop_strings": None}
-        generation_config, arguments = with_values(generation_config, arguments, **settled)
+        # `generate` would look for a tokenizer if it saw stop strings, and drop the one that it is given.
+        generation_config, arguments = with_values(generation_config, arguments, pad_token_id=pad, stop_strings=None)
         if self.model.generation_config.stop_strings is not None:
             # Only an argument overrides the model's own.
             arguments = {**arguments, "stop_strings": None}
@@ -283,7 +293,9 @@ class Engine:
             attention_mask=mask,
             generation_config=generation_config,
             custom_generate=Handover.take,
-            **{name: value for name, value in functions.items() if value is not None},
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             **arguments,
         )
         columns = read_columns(layered, handover)

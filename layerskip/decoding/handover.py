@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip.decoding.loop import Past, Prompt
+from layerskip.decoding.rows import Past, Prompt
 from layerskip.model.cache import CachedTokens
 from layerskip.model.dynamic_cache import is_empty, read_dynamic_cache
 from layerskip.model.layered import LayeredModel
@@ -94,8 +94,9 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
     held = 0 if cache is None else cache.get_seq_length()
     embedded: torch.Tensor | None = arguments.get("inputs_embeds")
     inputs = handover.input_ids if embedded is None else embedded
-    if embedded is not None and embedded.dim() != 3:
-        raise ValueError(f"inputs_embeds has shape {tuple(embedded.shape)}; it must be (rows, tokens, hidden).")
+    width = layered.embedding.weight.shape[1]
+    if embedded is not None and (embedded.dim() != 3 or embedded.shape[2] != width):
+        raise ValueError(f"inputs_embeds has shape {tuple(embedded.shape)}; it must be (rows, tokens, {width}).")
     mask = _mask(handover, inputs)
     width = mask.shape[1]
     # `generate` takes either the whole sequence or what follows the cache.

@@ -44,7 +44,7 @@ class SelfSpeculativeOutput(ModelOutput):
     attentions: None = None
     hidden_states: None = None
     cache: Cache | None = None
-    finish_reasons: tuple[str, ...] | None = None
+    finish_reasons: list[str] | None = None
     statistics: Statistics | None = None
 
 
@@ -87,7 +87,7 @@ def self_speculative(
     Returns:
         A function that `generate` calls. It returns `sequences`, or a `SelfSpeculativeOutput` with
         `return_dict_in_generate=True`; it raises TypeError or ValueError for anything that cannot be done as asked,
-        before any layer runs.
+        before any layer runs, and later only for what the caller's own functions do or return.
 
     Raises:
         ValueError: stop strings without a tokenizer.
@@ -128,7 +128,7 @@ def self_speculative(
             scores=result.scores,
             logits=result.logits,
             cache=_dynamic_cache(call, columns, model) if columns.are_left_padded else None,
-            finish_reasons=tuple(result.finish_reasons),
+            finish_reasons=result.finish_reasons,
             statistics=result.statistics,
         )
 

@@ -5,89 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from layerskip.decoding.choice import GreedyChoice, SampledChoice
 from layerskip.decoding.processors import Processors
-from layerskip.decoding.statistics import Tally
-from layerskip.decoding.stopping import Stops
+from layerskip.decoding.rows import Block, DecodeSettings, Past, Prompt, Row
 from layerskip.decoding.transcript import Transcript
 from layerskip.model.cache import Layers, SharedCache
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
-
-# The new tokens of a prompt: their ids, or their embeddings `(tokens, hidden)`.
-Prompt = Sequence[int] | torch.Tensor
-
-
-@dataclass(frozen=True)
-class Past:
-    """What stands before the prompts already: keys and values of each layer, and how many slots of each row count."""
-
-    layers: Layers
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DecodeSettings:
-    """What the loop needs to know.
-
-    Attributes:
-        exit_layer: E, the layers that run token by token; equal to `depth` where nothing is drafted.
-        depth: the layer whose exit gives the output: L, or E for an answer from the early layers alone.
-        num_draft_tokens: γ; 0 drafts nothing, and a round is one step of plain decoding.
-        stops: what ends a row.
-        keep_scores: keep the processed scores that each emitted token was chosen from.
-        keep_logits: keep these scores as they were before processing.
-    """
-
-    exit_layer: int
-    depth: int
-    num_draft_tokens: int
-    stops: Stops
-    keep_scores: bool = False
-    keep_logits: bool = False
-
-
-@dataclass
-class Row:
-    """One sequence that is being decoded.
-
-    Attributes:
-        index: its place in the caller's batch.
-        prompt_length: tokens of its prompt, those that came in a cache included.
-        tokens: new token ids so far.
-        scores: what they were chosen from, `(vocabulary,)` in fp32 each, when asked for.
-        logits: the same before processing, when asked for.
-        finish_reason: "stop" (an EOS token or a stop string), "length" or "criteria"; `None` while it goes on.
-        tally: its counts.
-    """
-
-    index: int
-    prompt_length: int
-    tokens: list[int] = field(default_factory=list)
-    scores: list[torch.Tensor] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    finish_reason: str | None = None
-    tally: Tally = field(default_factory=Tally)
-
-    @property
-    def committed(self) -> int:
-        """Tokens that are settled; the cache holds all but the last."""
-        return self.prompt_length + len(self.tokens)
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one round (or prefill) emitted for one row: tokens, and for each whether it was drafted and accepted."""
-
-    row: int
-    token_ids: tuple[int, ...]
-    accepted: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +62,7 @@ class DecodeLoop:
             past: what the cache holds already; the prompts are what follows.
 
         Raises:
-            ValueError: a head of which no rows can be taken for drafts, or a past that does not fit the model.
+            ValueError: a head of which no rows can be taken for drafts, or a past of other layers or rows.
         """
         self.model = model
         self.settings = settings
@@ -146,6 +76,8 @@ class DecodeLoop:
         # Rows in the order of the cache's buffers: the active ones first.
         self.order = list(self.rows)
         budget = settings.stops.max_new_tokens
+        self.seconds: Counter[str] = Counter()
+        begin = time.perf_counter()
         # The last emitted token is never processed, so the last slot stays free: dead tokens go there.
         capacity = max(row.prompt_length for row in self.rows) + budget
         self.scratch = capacity - 1
@@ -153,8 +85,6 @@ class DecodeLoop:
         if past is not None:
             self.cache.restore(past.layers, past.lengths)
         self.rotary = model.rotary_tables(capacity)
-        self.seconds: Counter[str] = Counter()
-        begin = time.perf_counter()
         self.draft_head = None if draft_token_ids is None else DraftHead.of(model, draft_token_ids)
         self._book(self.rows, other=time.perf_counter() - begin)
 
@@ -166,8 +96,7 @@ class DecodeLoop:
 
     def kept(self) -> Layers:
         """Returns the keys and values of all tokens that have passed the layers, in the caller's order of rows."""
-        places = {id(row): place for place, row in enumerate(self.order)}
-        return self.cache.kept([places[id(row)] for row in self.rows])
+        return self.cache.kept(sorted(range(len(self.order)), key=lambda place: self.order[place].index))
 
     @torch.inference_mode()
     def _prefill(self) -> list[Block]:
@@ -259,12 +188,12 @@ class DecodeLoop:
         if self.processors is None:
             tokens = self.choice.draft(logits[:, 0]).tolist()
             return {index: tokens[index] for index in drafting}
-        scores = logits[:, 0].to(torch.float32, copy=True)
+        scores = logits[:, 0].to(self.processors.device, torch.float32, copy=True)
         rows = [self.active[index] for index in drafting]
         counts = [len(row.tokens) + step for row in rows]
         processed, alive = self.processors(scores[drafting], [row.index for row in rows], counts)
         if self.draft_head is not None:
-            # A prefix function lifts what it allows above −inf; what the head does not know stays out.
+            # A processor may lift scores above −inf; what the head does not know stays out.
             processed = processed.masked_fill(scores[drafting] == -torch.inf, -torch.inf)
             alive = (processed > -torch.inf).any(-1)
         scores[drafting] = processed
@@ -307,9 +236,9 @@ class DecodeLoop:
         if self.processors is None:
             return Scored(logits, logits)
         places = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]
-        index, offset = torch.tensor(places, device=logits.device).unbind(1)
+        index, offset = torch.tensor(places, device=self.processors.device).unbind(1)
         rows = [self.active[place] for place, _ in places]
-        scores = logits.to(torch.float32, copy=True)
+        scores = logits.to(self.processors.device, torch.float32, copy=True)
         scores[index, offset], _ = self.processors(
             scores[index, offset],
             [row.index for row in rows],
@@ -332,7 +261,8 @@ class DecodeLoop:
         for place, (row, draft, count, target) in enumerate(zip(self.active, drafts, accepted, targets, strict=True)):
             before = len(row.tokens)
             emitted = draft[:count] if target is None else [*draft[:count], target]
-            self._write(row, before, emitted)
+            # The transcript holds the drafts already.
+            self._write(row, before + count, emitted[count:])
             for offset, token in enumerate(emitted):
                 if self.processors is not None:
                     self.processors.require(row.index, before + offset)
@@ -340,9 +270,10 @@ class DecodeLoop:
                 # Copies, since a view would keep the whole round's output alive.
                 if self.settings.keep_scores:
                     row.scores.append(scored.scores[place, offset].to(torch.float32, copy=True))
+                    row.shown.append(row.scores[-1].expand(len(self.rows), -1))
                 if self.settings.keep_logits:
                     row.logits.append(scored.logits[place, offset].to(torch.float32, copy=True))
-                shown = row.scores if self.settings.keep_scores else None
+                shown = row.shown if self.settings.keep_scores else None
                 row.finish_reason = self.settings.stops.reason(row.index, row.tokens, self.transcript, shown)
                 if row.finish_reason is not None:
                     break
@@ -363,11 +294,13 @@ class DecodeLoop:
 
     def _refuse(self, row: Row) -> NoReturn:
         """Raises since nothing may follow a row that has not ended."""
-        if self.processors is not None:
-            self.processors.require(row.index, len(row.tokens))
+        place = f"for row {row.index} after {len(row.tokens)} new tokens"
+        if self.processors is None:
+            raise ValueError(f"the model's logits {place} hold NaN or nothing finite; no token can be drawn from them.")
+        self.processors.require(row.index, len(row.tokens))
         raise ValueError(
-            f"the logits processors leave no token to choose from for row {row.index} after {len(row.tokens)} new "
-            "ones: all scores are -inf, or one is NaN; loosen them, or pass remove_invalid_values=True."
+            f"the logits processors leave no token to choose from {place}: all scores are -inf, or one is NaN; loosen "
+            "them, or pass remove_invalid_values=True."
         )
 
     def _write(self, row: Row, start: int, tokens: list[int]) -> None:

@@ -24,6 +24,7 @@ HONOURED = {
     "pad_token_id",
     "output_scores",
     "output_logits",
+    "return_dict_in_generate",
     "do_sample",
     "num_return_sequences",
     "repetition_penalty",
@@ -45,9 +46,8 @@ SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "eps
 WHOLE_NUMBERS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "pad_token_id")
 # They name tokens that start a text where there is no prompt, or say where the settings come from.
 METADATA = {"_from_model_config", "transformers_version", "bos_token_id", "decoder_start_token_id"}
-# `generate` reads them beside num_beams > 1 or an assistant, which are refused, or as the form of its output.
+# `generate` reads them beside num_beams > 1 or an assistant, which are refused.
 WITHOUT_EFFECT = {
-    "return_dict_in_generate",
     "disable_compile",
     "length_penalty",
     "early_stopping",
@@ -60,7 +60,6 @@ WITHOUT_EFFECT = {
 # Values that mean "off" where neither `None`, `False` nor transformers' own default is the only one that does.
 SWITCHED_OFF: dict[str, Any] = {
     "use_cache": True,
-    "return_dict_in_generate": True,
     "disable_compile": True,
     "cache_implementation": "dynamic",
     "guidance_scale": 1,
@@ -100,6 +99,12 @@ class GenerationOptions:
         return cls(bool(config.do_sample), pad_token_id, bool(config.output_scores), bool(config.output_logits))
 
 
+def check_config(generation_config: object) -> None:
+    """Raises TypeError for anything but a `GenerationConfig` or `None`."""
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
+
+
 def with_values(
     generation_config: GenerationConfig | None, arguments: dict[str, Any], **values: Any
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
@@ -124,10 +129,9 @@ def merged_config(
         TypeError: an argument that no `GenerationConfig` has, or one that is no integer where one is needed.
         ValueError: a setting that is not supported, or that has no effect.
     """
-    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
-        raise TypeError(f"generation_config is a {type(generation_config).__name__}, not a GenerationConfig.")
+    known = vars(GenerationConfig())
     for name, value in arguments.items():
-        if name not in vars(GenerationConfig()):
+        if name not in known:
             raise TypeError(f"{name}={value!r} is neither an argument of the engine nor of GenerationConfig.")
     # Each source by itself, before transformers compares what they hold with numbers.
     configs = [model.generation_config] if generation_config is None else [generation_config, model.generation_config]
@@ -139,21 +143,19 @@ def merged_config(
     return config
 
 
-def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> None:
+def check_supported(config: GenerationConfig, given: Collection[str] = ()) -> None:
     """Checks that a config asks for nothing that is not done here.
 
     Args:
         config: as `generate` has merged it.
-        wishes: names of the settings that the call itself brought along. A checkpoint's habits for sampling or beams
-            change nothing in greedy decoding; a caller's wish would be ignored, and is refused.
+        given: names of the settings that the call itself brought along. A checkpoint's habits for sampling or beams
+            change nothing in greedy decoding; what the caller gives would be ignored, and is refused.
 
     Raises:
         TypeError: a length or a time that is no number.
         ValueError: a setting that is not supported, or that has no effect; the message says how to switch it off.
     """
     _check_numbers(vars(config))
-    if config.num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences={config.num_return_sequences} is out of range; it is at least 1.")
     for name in ("top_p", "typical_p"):
         share = vars(config)[name]
         if share is not None and not 0 <= share <= 1:
@@ -163,26 +165,21 @@ def check_supported(config: GenerationConfig, wishes: Collection[str] = ()) -> N
         value = vars(config)[name]
         # `is`, since 0 equals False but is a token id, a factor or a time.
         is_off = value is None or value is False or (name in off and off[name] is not None and value == off[name])
-        if name in ("use_cache", "return_dict_in_generate"):
+        if name == "use_cache":
             is_off = value is not False
         if is_off:
             continue
         if name in SAMPLING:
-            if name in wishes and not config.do_sample:
+            if name in given and not config.do_sample:
                 raise ValueError(
                     f"{name}={value!r} has no effect on greedy decoding; pass do_sample=True, or leave it out."
                 )
         elif name not in WITHOUT_EFFECT:
-            origin = "in this call" if name in wishes else "in the generation_config"
+            origin = "in this call" if name in given else "in the generation_config"
             raise ValueError(
                 f"{name}={value!r} {origin} is not supported; pass {name}={off.get(name)!r} to switch it off."
             )
-        elif name == "return_dict_in_generate":
-            if name in wishes:
-                raise ValueError(
-                    f"{name}={value!r} has no effect, since the engine's results always carry all; leave it out."
-                )
-        elif name in wishes:
+        elif name in given:
             raise ValueError(f"{name}={value!r} has no effect without beams or an assistant; leave it out.")
 
 
@@ -190,6 +187,9 @@ def _check_numbers(settings: Mapping[str, Any]) -> None:
     for name in WHOLE_NUMBERS:
         if settings.get(name) is not None:
             _check_whole_number(name, settings[name])
+    copies = settings.get("num_return_sequences")
+    if copies is not None and copies < 1:
+        raise ValueError(f"num_return_sequences={copies} is out of range; it is at least 1.")
     max_time = settings.get("max_time")
     if max_time is not None and (isinstance(max_time, bool) or not isinstance(max_time, int | float)):
         raise TypeError(f"max_time={max_time!r} is a {type(max_time).__name__}, not a number of seconds.")

@@ -102,9 +102,10 @@ class Processors:
         self._unmet: set[tuple[int, int]] = set()
         self._unwatched = {place for place, each in enumerate(processors) if type(each) not in _KNOWN}
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._processors)
+    @property
+    def device(self) -> torch.device:
+        """Where scores are processed: with the ids, as `generate` does it."""
+        return self._transcript.ids.device
 
     def __call__(
         self, scores: torch.Tensor, rows: Sequence[int], counts: Sequence[int]

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from layerskip.decoding.transcript import Transcript
 
@@ -73,7 +78,8 @@ class Stops:
             row: its place in the batch.
             tokens: its new tokens so far, which the transcript holds as well.
             transcript: what criteria see; `None` where there are none.
-            scores: what each of its tokens was chosen from, `(vocabulary,)`, where the call keeps them.
+            scores: what each of its tokens was chosen from, where the call keeps that: `(rows, vocabulary)` each, as
+                high as the batch, since a criterion may hold a value for each row.
 
         Returns:
             "stop" (an EOS token or a stop string), "criteria" (any other criterion) or "length".
@@ -84,12 +90,14 @@ class Stops:
         if tokens[-1] in self.eos_token_ids:
             return "stop"
         reasons = set()
-        if transcript is not None:
+        if self.criteria and transcript is not None:
             ids = transcript.view(len(tokens))
-            # As high as the batch: a criterion may hold a value for each row.
-            shown = None if scores is None else tuple(score.expand(len(ids), -1) for score in scores)
+            own = ids[row : row + 1]
+            shown = None if scores is None else tuple(scores)
             for criterion in self.criteria:
-                if _is_met(criterion, ids, shown, row):
+                # These look at their own row alone.
+                is_own = type(criterion) in (StopStringCriteria, MaxTimeCriteria)
+                if _is_met(criterion, own, None, 0) if is_own else _is_met(criterion, ids, shown, row):
                     reasons.add("stop" if isinstance(criterion, StopStringCriteria) else "criteria")
         if len(tokens) >= self.max_new_tokens:
             reasons.add("length")

@@ -23,7 +23,8 @@ class CachedTokens:
     Attributes:
         token_ids: of each row, the tokens whose states its first slots hold; what lies behind them does not count.
         layers: keys and values of each layer, as many slots as the longest row has tokens.
-        model: whose states they are; a weak reference, so that a cache does not keep it.
+        model: whose states they are; a weak reference, so that a cache does not keep it. It cannot be pickled: a cache
+            lives in the process that made it.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -121,10 +122,11 @@ class SharedCacheLayer(CacheLayerMixin):
 
 def _check_kind(held: torch.Tensor, new: torch.Tensor) -> None:
     """Raises where restored states cannot be the model's own."""
-    if (held.shape[1], held.shape[3], held.dtype) != (new.shape[1], new.shape[3], new.dtype):
+    if (held.shape[1], held.shape[3], held.dtype, held.device) != (new.shape[1], new.shape[3], new.dtype, new.device):
         raise ValueError(
-            f"cache holds keys of {held.shape[1]} heads of size {held.shape[3]} in {held.dtype}, but the model makes "
-            f"{new.shape[1]} of size {new.shape[3]} in {new.dtype}; pass a cache of this model, or none."
+            f"cache holds keys of {held.shape[1]} heads of size {held.shape[3]} in {held.dtype} on {held.device}, but "
+            f"the model makes {new.shape[1]} of size {new.shape[3]} in {new.dtype} on {new.device}; pass a cache of "
+            "this model, or none."
         )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import Engine
 from layerskip.comparison.own_answers import own_answers
 from layerskip.comparison.replay import replay, replay_row
 from layerskip.decoding.acceptance import accept_greedy
-from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.loop import DecodeLoop, Scored
 from tests import kit
 
 EXITS = range(1, kit.NUM_LAYERS)
@@ -25,18 +24,18 @@ def texts(prompts: list[list[int]]) -> list[str]:
 
 def run_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, set[int]]:
     """Returns the engine's statistics of each row, and which rows drafted an EOS token after a wrong draft."""
-    committing = DecodeLoop._commit
+    accepting = DecodeLoop._accept
     hits: set[int] = set()
 
-    def recording(run: DecodeLoop, drafts: list[list[int]], targets: list[list[int]], logits: torch.Tensor) -> Any:
-        for row, draft, target in zip(run.active, drafts, targets, strict=True):
+    def recording(run: DecodeLoop, drafts: list[list[int]], scored: Scored) -> Any:
+        for row, draft, target in zip(run.active, drafts, scored.scores.argmax(-1).tolist(), strict=True):
             accepted = accept_greedy(draft, target)
-            if run.settings.eos_token_ids & set(draft[accepted:]):
+            if run.settings.stops.eos_token_ids & set(draft[accepted:]):
                 hits.add(row.index)
-        return committing(run, drafts, targets, logits)
+        return accepting(run, drafts, scored)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeLoop, "_commit", recording)
+        patch.setattr(DecodeLoop, "_accept", recording)
         result = engine.generate(texts(PROMPTS), max_new_tokens=BUDGET, **options)
     return result.statistics.per_row, hits
 

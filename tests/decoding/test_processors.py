@@ -200,7 +200,6 @@ def test_processors_are_applied_in_their_order() -> None:
 def test_no_processors_are_false_and_leave_scores_alone() -> None:
     none = Processors([], transcript_of(LEFT))
     assert not none
-    assert Processors([hf.LogitNormalization()], transcript_of(LEFT))
     processed, alive = none(step_scores()[0], [0, 1, 2, 3], [0] * 4)
     assert torch.equal(processed, step_scores()[0])
     assert alive.tolist() == [True] * 4

@@ -10,7 +10,8 @@ import torch
 
 from layerskip import Engine
 from layerskip.decoding import choice
-from layerskip.decoding.loop import DecodeLoop, DecodeSettings
+from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.stopping import Stops
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement

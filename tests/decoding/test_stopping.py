@@ -93,11 +93,11 @@ def test_a_row_reads_its_own_value_and_scores_are_as_high_as_the_batch() -> None
     criterion = Recorder(torch.tensor([False, True, False]))
     stops = Stops(6, criteria=(criterion,))
     rows = transcript([4], [5], [6])
-    scores = [torch.tensor([0.5, 1.5])]
+    scores = [torch.tensor([0.5, 1.5]).expand(3, -1)]
     assert [stops.reason(row, [4 + row], rows, scores) for row in range(3)] == [None, "criteria", None]
     shown = criterion.shown[0][1]
     assert isinstance(shown, tuple)
-    assert torch.equal(shown[0], scores[0].expand(3, 2))
+    assert torch.equal(shown[0], scores[0])
 
 
 @pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True]), torch.ones(3)], ids=str)
