@@ -100,7 +100,12 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
     mask = _mask(handover, inputs)
     width = mask.shape[1]
     # `generate` takes either the whole sequence or what follows the cache.
-    if inputs.shape[1] not in (width, width - held) or held >= width:
+    if held >= width:
+        raise ValueError(
+            f"the cache holds {held} tokens, and the input with its attention mask {width}; append the new tokens, at "
+            "least one."
+        )
+    if inputs.shape[1] not in (width, width - held):
         raise ValueError(
             f"the cache holds {held} tokens, the attention mask {width} and the input {inputs.shape[1]}; pass the "
             f"whole sequence with its mask, or the new tokens with a mask of {held} + their number."
@@ -147,7 +152,8 @@ def behind_cache(
         raise ValueError("cache is of another model than this one; pass a cache of this model, or none.")
     if len(cache.token_ids) != len(rows):
         raise ValueError(
-            f"cache holds {len(cache.token_ids)} rows, and there are {len(rows)} prompts; there must be as many."
+            f"cache holds {len(cache.token_ids)} rows, and there are {len(rows)} prompts, each counted "
+            "num_return_sequences times; there must be as many."
         )
     if cache.num_layers != depth:
         raise ValueError(
@@ -197,7 +203,10 @@ def _span(mask: list[int], row: int) -> tuple[int, int]:
     if not ones:
         raise ValueError(f"attention_mask[{row}] is all zeros; a prompt needs at least one token.")
     if ones[-1] - ones[0] + 1 != len(ones):
-        raise ValueError(f"attention_mask[{row}] has a zero between ones; padding is allowed at the ends only.")
+        raise ValueError(
+            f"attention_mask[{row}] has a zero between ones; padding is allowed at the ends only. Without a mask, "
+            "generate takes every pad_token_id for padding."
+        )
     return ones[0], ones[-1] + 1
 
 

@@ -67,9 +67,13 @@ def self_speculative(
     `output_hidden_states`, static and other caches, `use_cache=False`. Finished rows are filled up with the padding
     token, also where a stopping criterion has ended them.
 
-    `generate` keeps some of its arguments to itself: `streamer=`, `tokenizer=`, `assistant_model=` and `synced_gpus=`
-    given to it never arrive here and have no effect, and with `stop_strings=` it raises for want of the tokenizer that
-    it dropped. Streamer, tokenizer and stop strings are therefore arguments of this function.
+    `generate` keeps some of its arguments to itself. `streamer=`, `tokenizer=`, `assistant_model=` and `synced_gpus=`
+    given to it never arrive here and have no effect, except that such a streamer gets the prompt and then nothing, not
+    even its end. With `stop_strings=`, or such strings in the model's `generation_config` (pass `stop_strings=None`
+    then), it raises for want of the tokenizer that it dropped. Streamer, tokenizer and stop strings are therefore
+    arguments of this function.
+
+    Processors are shown the ids as `generate` shows them, also where rows are padded on the right.
 
     Example:
         >>> model.generate(**inputs, custom_generate=layerskip.self_speculative(exit_layer=8), max_new_tokens=64)

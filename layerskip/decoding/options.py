@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
@@ -196,7 +197,7 @@ def _check_numbers(settings: Mapping[str, Any]) -> None:
 
 
 def _check_whole_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer.")
 
 

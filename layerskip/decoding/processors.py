@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process as hf
 
-from layerskip.decoding.state import state_of
+from layerskip.decoding.state import Watch
 from layerskip.decoding.transcript import Transcript
 
 # The four sets hold exact types: a subclass may do something else, and counts as a processor of the caller's own.
@@ -100,7 +100,7 @@ class Processors:
         self._transcript = transcript
         # Places, row and count, where a prefix function allows nothing.
         self._unmet: set[tuple[int, int]] = set()
-        self._unwatched = {place for place, each in enumerate(processors) if type(each) not in _KNOWN}
+        self._unwatched = {place for place, each in enumerate(processors) if is_own(each)}
 
     @property
     def device(self) -> torch.device:
@@ -205,18 +205,31 @@ class Processors:
         if place not in self._unwatched:
             return _checked(processor, processor(ids, scores), scores.shape)
         self._unwatched.remove(place)
-        before = state_of(processor)
+        watch = Watch(processor)
         result = processor(ids, scores)
-        after = state_of(processor)
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-        if changed:
-            raise ValueError(
-                f"logits_processor holds {_name(processor)}, which changed when it was called: {', '.join(changed)}. "
-                "It must depend on input_ids and scores alone, since it is also shown drafts that are rejected later, "
-                "and what it keeps of them would be wrong. Compute this from input_ids, or set it before the call, "
-                "or use the model's own generate."
-            )
+        check_processor_unchanged(watch)
         return _checked(processor, result, scores.shape)
+
+
+def is_own(processor: object) -> bool:
+    """Whether a processor is of the caller's own making, so that nothing is known of what it depends on."""
+    return type(processor) not in _KNOWN
+
+
+def check_processor_unchanged(watch: Watch) -> None:
+    """Checks that a processor of the caller's own has not changed since it is watched.
+
+    Raises:
+        ValueError: it has; the message names what.
+    """
+    changed = watch.changes()
+    if changed:
+        raise ValueError(
+            f"logits_processor holds {_name(watch.watched)}, which changed when it was called: {', '.join(changed)}. "
+            "It must depend on input_ids and scores alone, since it is also shown drafts that are rejected later, "
+            "and what it keeps of them would be wrong. Compute this from input_ids, or set it before the call, "
+            "or use the model's own generate."
+        )
 
 
 def _check(processor: Any) -> None:

@@ -18,6 +18,20 @@ _MOST_VALUES = 5_000
 _OPAQUE = (ModuleType, type, torch.nn.Module, PreTrainedTokenizerBase)
 
 
+class Watch:
+    """What an object remembered when it was made, to tell later what has changed."""
+
+    def __init__(self, watched: Any) -> None:
+        """Looks at `watched`, which stays as it is."""
+        self.watched = watched
+        self._state = state_of(watched)
+
+    def changes(self) -> list[str]:
+        """Returns the names of the attributes that have changed since, sorted."""
+        now = state_of(self.watched)
+        return sorted(name for name in self._state.keys() | now.keys() if self._state.get(name) != now.get(name))
+
+
 def state_of(processor: Any) -> dict[str, list[Any]]:
     """Returns what a processor remembers, by attribute, in a form that `==` compares with a later one.
 

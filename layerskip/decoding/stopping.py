@@ -15,7 +15,11 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from layerskip.decoding.state import Watch
 from layerskip.decoding.transcript import Transcript
+
+# They look at a row's own ids, or at the clock, and keep nothing.
+OF_THEIR_ROW = frozenset({StopStringCriteria, MaxTimeCriteria})
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class Stops:
     Attributes:
         max_new_tokens: the budget of every row, at least 1.
         eos_token_ids: tokens that end a row; they are part of the output.
-        criteria: all other stopping criteria, called with ids and scores as `generate` calls them. In a batch of
-            several rows each must return one value per row, since rows run at a pace of their own.
+        criteria: all other stopping criteria, called with ids and scores as `generate` calls them. Rows of a batch run
+            at a pace of their own: there each must return one value per row, which depends on this row's ids and scores
+            alone, and keep nothing between calls.
     """
 
     max_new_tokens: int
@@ -65,6 +70,11 @@ class Stops:
         )
 
     @property
+    def own_criteria(self) -> tuple[Any, ...]:
+        """The criteria of which nothing is known."""
+        return tuple(criterion for criterion in self.criteria if type(criterion) not in OF_THEIR_ROW)
+
+    @property
     def ends_rows_early(self) -> bool:
         """Whether rows of a batch may end at different lengths."""
         return bool(self.eos_token_ids or self.criteria)
@@ -92,16 +102,30 @@ class Stops:
         reasons = set()
         if self.criteria and transcript is not None:
             ids = transcript.view(len(tokens))
-            own = ids[row : row + 1]
+            alone = ids[row : row + 1]
             shown = None if scores is None else tuple(scores)
             for criterion in self.criteria:
-                # These look at their own row alone.
-                is_own = type(criterion) in (StopStringCriteria, MaxTimeCriteria)
-                if _is_met(criterion, own, None, 0) if is_own else _is_met(criterion, ids, shown, row):
+                is_simple = type(criterion) in OF_THEIR_ROW
+                if _is_met(criterion, alone, None, 0) if is_simple else _is_met(criterion, ids, shown, row):
                     reasons.add("stop" if isinstance(criterion, StopStringCriteria) else "criteria")
         if len(tokens) >= self.max_new_tokens:
             reasons.add("length")
         return next((reason for reason in ("stop", "criteria", "length") if reason in reasons), None)
+
+
+def check_criterion_unchanged(watch: Watch) -> None:
+    """Checks that a criterion of a batch has not changed since it is watched.
+
+    Raises:
+        ValueError: it has; the message names what.
+    """
+    changed = watch.changes()
+    if changed:
+        raise ValueError(
+            f"stopping_criteria holds {type(watch.watched).__name__}, which changed when it was called: "
+            f"{', '.join(changed)}. In a batch it is asked once for every row and token, at each row's own pace; "
+            "compute this from input_ids, or decode one row at a time."
+        )
 
 
 def _is_met(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, row: int) -> bool:

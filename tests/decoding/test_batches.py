@@ -408,3 +408,24 @@ def test_several_answers_end_one_by_one() -> None:
     for name in ("rounds", "drafted", "accepted", "emitted", "cut", "draft_tokens_processed", "padding_tokens"):
         assert getattr(total, name) == sum(getattr(row, name) for row in per_row)
     assert total.early_layer_tokens == sum(row.early_layer_tokens for row in per_row) == total.late_layer_tokens
+
+
+class Patience(StoppingCriteria):
+    """Ends after so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0)
+
+
+def test_a_criterion_that_keeps_count_serves_one_row_and_is_refused_in_a_batch() -> None:
+    model = kit.mixed()
+    engine = Engine(model, exit_layer=2)
+    alone = engine.generate(kit.prompt_tensor(), max_new_tokens=16, stopping_criteria=[Patience(5)])
+    assert alone.new_token_ids[0] == kit.without_cache(model, kit.PROMPT, 5)
+    rows = kit.prompt_tensor().expand(3, -1)
+    with pytest.raises(ValueError, match="stopping_criteria holds Patience, which changed when it was called: left"):
+        engine.generate(rows, max_new_tokens=16, stopping_criteria=[Patience(5)], pad_token_id=0)

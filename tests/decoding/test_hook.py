@@ -674,8 +674,11 @@ def test_masks_of_another_number_of_rows_are_refused(llama: PreTrainedModel) -> 
 
 def test_embeddings_of_another_shape_are_refused(llama: PreTrainedModel) -> None:
     embedded = llama.get_input_embeddings()(kit.prompt_tensor()).detach()
-    with pytest.raises(ValueError, match="inputs_embeds has shape"):
-        ours(llama, inputs_embeds=embedded[0], max_new_tokens=4)
+    for wrong in (embedded[0], embedded[..., :7]):
+        with kit.counted_layers(llama) as counts:
+            with pytest.raises(ValueError, match=r"inputs_embeds has shape .* must be \(rows, tokens, 32\)"):
+                ours(llama, inputs_embeds=wrong, max_new_tokens=4)
+            assert counts == [0] * kit.NUM_LAYERS
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(llama: PreTrainedModel) -> None:
@@ -697,7 +700,11 @@ def test_caches_that_do_not_fit_are_refused(llama: PreTrainedModel, kind: str) -
         cache = first_turn(short, plain, PADDED, attention_mask=MASK, max_new_tokens=6).cache
         match = "cache has 3 layers, but the model 4"
     elif kind == "whole prompt":
-        sequence, mask, match = sequence[:, :15], mask[:, :15], "the cache holds 15 tokens, the attention mask 15"
+        sequence, mask, match = (
+            sequence[:, :15],
+            mask[:, :15],
+            "the cache holds 15 tokens, and the input",
+        )
     elif kind == "padded on the right":
         mask[1, -2:] = 0
         match = "attention_mask ends in zeros"

@@ -402,3 +402,32 @@ def test_drafting_ends_before_a_token_that_the_list_does_not_have(do_sample: boo
     assert len(result.statistics.acceptance_by_position) == 2
     # Drafts and targets are chosen from the same scores.
     assert result.statistics.draft_acceptance_rate == 1
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Remembers that a token was seen, also where it was a draft that is rejected."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.done = self.done or (43 <= int(input_ids[0, -1]) <= 60 and input_ids.shape[1] > WIDTH)
+        return scores.masked_fill(torch.arange(kit.VOCAB) > 60, -torch.inf) if self.done else scores
+
+
+def test_a_processor_that_changes_after_its_first_call_is_found_at_the_end() -> None:
+    """Some of these prompts would give other tokens than `generate`; wherever it has changed, there is no result."""
+    engine = Engine(graded("llama", "some"), exit_layer=2)
+    refused = 0
+    for seed in range(12):
+        ids = torch.randint(1, kit.VOCAB, (1, WIDTH), generator=torch.Generator().manual_seed(seed))
+        processor = ThinkingBudget()
+        try:
+            engine.generate(ids, max_new_tokens=16, pad_token_id=0, logits_processor=[processor])
+        except ValueError as error:
+            assert "logits_processor holds ThinkingBudget, which changed when it was called: done" in str(error)
+            assert processor.done
+            refused += 1
+        else:
+            assert not processor.done
+    assert refused >= 3
