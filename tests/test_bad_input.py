@@ -200,7 +200,7 @@ def test_attention_mask_with_a_hole(model: PreTrainedModel, call: Call) -> None:
 @pytest.mark.parametrize("prompts", [torch.ones(2, 3, dtype=torch.long), torch.ones(5, 1, dtype=torch.long)], ids=len)
 def test_stream_of_more_than_one_prompt(model: PreTrainedModel, prompts: torch.Tensor) -> None:
     engine = Engine(model, exit_layer=2)
-    with refused(model, ValueError, f"stream takes one prompt, not {len(prompts)}", "use generate"):
+    with refused(model, ValueError, f"stream takes one prompt and gives one row, not {len(prompts)}", "use generate"):
         engine.stream(prompts, **SHORT)
 
 
@@ -449,7 +449,7 @@ def test_a_streamer_with_a_batch(model: PreTrainedModel, arguments: dict[str, An
 
 def test_a_stream_of_several_drawn_sequences(model: PreTrainedModel) -> None:
     engine = Engine(model, exit_layer=2)
-    with refused(model, ValueError, "stream takes one prompt, not 2", "use generate"):
+    with refused(model, ValueError, "stream takes one prompt and gives one row, not 2", "use generate"):
         engine.stream(kit.prompt_tensor(), do_sample=True, num_return_sequences=2, **SHORT)
 
 

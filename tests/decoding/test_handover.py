@@ -154,7 +154,7 @@ def test_an_empty_cache_is_none(model: PreTrainedModel) -> None:
         ({"position_ids": torch.arange(4).repeat(2, 1)}, ValueError, "position_ids=a tensor"),
         ({"position_ids": torch.arange(4).repeat(3, 3, 1)}, ValueError, "position_ids=a tensor"),
         ({"cache": "static"}, TypeError, "cache is a StaticCache"),
-        ({"cache": "filled"}, ValueError, "the cache holds 4 tokens, the attention mask 4 and the input 4"),
+        ({"cache": "filled"}, ValueError, "the cache holds 4 tokens, and the input with its attention mask 4"),
         ({"cache": "filled", "attention_mask": torch.ones(3, 5)}, ValueError, "attention mask 5 and the input 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",

@@ -306,7 +306,7 @@ def test_the_output_is_that_of_generate_and_more(model: PreTrainedModel) -> None
         assert len(given[name]) == len(expected[name]) == NEW
         torch.testing.assert_close(torch.stack(given[name]), torch.stack(expected[name]), atol=1e-5, rtol=0)
         assert not torch.equal(given[name][0], given["logits" if name == "scores" else "scores"][0])
-    assert given.finish_reasons == ("length",) * 3
+    assert given.finish_reasons == ["length"] * 3
     assert isinstance(given.statistics, Statistics)
     assert given.statistics.emitted == 3 * NEW
     assert len(given.statistics.per_row) == 3
@@ -344,7 +344,7 @@ def test_finish_reasons(llama: PreTrainedModel) -> None:
         ({"eos_token_id": emitted[2]}, "stop"),
         ({"stopping_criteria": [lambda ids, _: _ends_at(ids, 12)]}, "criteria"),
     ):
-        assert ours(llama, kit.prompt_tensor(), **options, **arguments).finish_reasons == (reason,)
+        assert ours(llama, kit.prompt_tensor(), **options, **arguments).finish_reasons == [reason]
 
 
 # Sampling.
@@ -923,7 +923,7 @@ def test_stop_strings_end_a_row_where_generate_ends_it(grade: str, index: int) -
         )
         assert torch.equal(output.sequences, expected)
         assert expected.shape[1] < 10 + NEW
-        assert output.finish_reasons == ("stop",)
+        assert output.finish_reasons == ["stop"]
 
 
 def test_stop_strings_end_the_rows_of_a_batch_one_by_one(llama: PreTrainedModel) -> None:

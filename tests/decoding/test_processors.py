@@ -197,9 +197,8 @@ def test_processors_are_applied_in_their_order() -> None:
     assert torch.equal(other, expected)
 
 
-def test_no_processors_are_false_and_leave_scores_alone() -> None:
+def test_no_processors_leave_scores_alone() -> None:
     none = Processors([], transcript_of(LEFT))
-    assert not none
     processed, alive = none(step_scores()[0], [0, 1, 2, 3], [0] * 4)
     assert torch.equal(processed, step_scores()[0])
     assert alive.tolist() == [True] * 4

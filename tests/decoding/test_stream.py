@@ -153,12 +153,12 @@ def test_a_sampled_stream_is_what_generate_gives_with_the_same_generator(grade: 
 
 
 def test_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="stream takes one prompt, not 2"):
+    with pytest.raises(ValueError, match="stream takes one prompt and gives one row, not 2"):
         Engine(graded("some"), exit_layer=2).stream(kit.prompt_tensor().repeat(2, 1), max_new_tokens=4)
 
 
 def test_several_sequences_of_one_prompt_are_refused() -> None:
-    with pytest.raises(ValueError, match="stream takes one prompt, not 2"):
+    with pytest.raises(ValueError, match="stream takes one prompt and gives one row, not 2"):
         Engine(graded("some"), exit_layer=2).stream(
             kit.prompt_tensor(), max_new_tokens=4, do_sample=True, num_return_sequences=2
         )

@@ -498,9 +498,11 @@ def test_draft_token_ids_are_found_in_a_folder(folder: Path, stored: int | None,
     describe(folder, {"format": 1, "exit_layer": 2, "draft_vocab_size": stored})
     engine = layerskip.load(folder)
     assert engine.draft_token_ids is not None and engine.draft_token_ids.tolist() == [7, 3, 90]
-    assert engine._prepare(kit.prompt_tensor(), None, "self_speculative", Wishes(), None, {}).plan == Plan(
-        "self_speculative", 2, 4, size
-    )
+    plan = engine.plan("self_speculative", Wishes())
+    assert plan == Plan("self_speculative", 2, 4, size)
+    drafted = engine.drafted_token_ids(plan)
+    expected = None if size is None else sorted([7, 3, 90][:size])
+    assert expected == (None if drafted is None else drafted.tolist())
     result = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
     assert torch.equal(result.sequences, kit.reference(kit.mixed(), kit.prompt_tensor()))
 
