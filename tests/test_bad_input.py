@@ -648,7 +648,7 @@ def test_a_prefix_function_that_allows_nothing(model: PreTrainedModel, do_sample
 
 def test_processors_that_leave_nothing_to_draw_from(model: PreTrainedModel) -> None:
     engine = Engine(model, exit_layer=2)
-    with pytest.raises(ValueError, match="the logits processors leave no token to choose from"):
+    with pytest.raises(ValueError, match="no token is left to choose from"):
         engine.generate(kit.prompt_tensor(), suppress_tokens=list(range(kit.VOCAB)), do_sample=True, **SHORT)
 
 

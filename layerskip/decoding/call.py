@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,11 @@ from layerskip.decoding.handover import Handover, PromptColumns
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
 from layerskip.decoding.plan import Plan
-from layerskip.decoding.processors import Processors, check_processor_unchanged, is_own
+from layerskip.decoding.processors import Processors
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.state import Watch
-from layerskip.decoding.stopping import Stops, check_criterion_unchanged
+from layerskip.decoding.stopping import Stops
 from layerskip.decoding.text import GrowingText
 from layerskip.decoding.transcript import Transcript
 from layerskip.model.cache import CachedTokens
@@ -42,7 +41,7 @@ class Call:
         shown: the prompts as they come back in `sequences`, `(rows, tokens)`.
         tokenizer: for the result as text.
         cached_prompts: the token ids of each row's prompt, where the result is to carry what the call has cached.
-        checks: what is looked at once more at the end: the caller's own functions, which must not have changed.
+        watches: stopping criteria that must not have changed at the end.
     """
 
     loop: DecodeLoop
@@ -51,7 +50,7 @@ class Call:
     shown: torch.Tensor
     tokenizer: PreTrainedTokenizerBase | None = None
     cached_prompts: Sequence[Sequence[int]] | None = None
-    checks: tuple[Callable[[], None], ...] = ()
+    watches: tuple[Watch, ...] = ()
 
     @classmethod
     def prepare(
@@ -126,9 +125,6 @@ class Call:
             draft_token_ids=draft_token_ids,
             past=columns.past,
         )
-        checks = [partial(check_processor_unchanged, Watch(each)) for each in handover.processors if is_own(each)]
-        if rows > 1:
-            checks += [partial(check_criterion_unchanged, Watch(each)) for each in stops.own_criteria]
         return cls(
             loop,
             plan,
@@ -136,7 +132,7 @@ class Call:
             handover.input_ids if shown is None else shown,
             tokenizer,
             cached_prompts,
-            tuple(checks),
+            stops.watches() if rows > 1 else (),
         )
 
     def run(self, streamer: BaseStreamer | None = None) -> GenerationResult:
@@ -171,8 +167,10 @@ class Call:
         Raises:
             ValueError: a function of the caller's own has changed, so that tokens may be wrong.
         """
-        for check in self.checks:
-            check()
+        if self.loop.processors is not None:
+            self.loop.processors.check_unchanged()
+        for watch in self.watches:
+            watch.check()
         cache = None
         if self.cached_prompts is not None:
             held = zip(self.cached_prompts, self.loop.rows, strict=True)

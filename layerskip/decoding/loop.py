@@ -294,13 +294,11 @@ class DecodeLoop:
 
     def _refuse(self, row: Row) -> NoReturn:
         """Raises since nothing may follow a row that has not ended."""
-        place = f"for row {row.index} after {len(row.tokens)} new tokens"
-        if self.processors is None:
-            raise ValueError(f"the model's logits {place} hold NaN or nothing finite; no token can be drawn from them.")
-        self.processors.require(row.index, len(row.tokens))
+        if self.processors is not None:
+            self.processors.require(row.index, len(row.tokens))
         raise ValueError(
-            f"the logits processors leave no token to choose from {place}: all scores are -inf, or one is NaN; loosen "
-            "them, or pass remove_invalid_values=True."
+            f"no token is left to choose from for row {row.index} after {len(row.tokens)} new tokens: all scores are "
+            "-inf, or one is NaN; loosen the logits processors, or look for NaN in the model's logits."
         )
 
     def _write(self, row: Row, start: int, tokens: list[int]) -> None:

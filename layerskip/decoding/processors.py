@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
 
-from layerskip.decoding.state import Watch
+from layerskip.decoding.state import Watch, name_of
 from layerskip.decoding.transcript import Transcript
 
 # The four sets hold exact types: a subclass may do something else, and counts as a processor of the caller's own.
@@ -79,6 +78,11 @@ REFUSED: frozenset[type] = frozenset(
 )
 """They cannot be shown drafts. Their subclasses are refused as well."""
 
+MUST_NOT_CHANGE = (
+    "It must depend on input_ids and scores alone, since it is also shown drafts that are rejected later, and what it "
+    "keeps of them would be wrong. Compute this from input_ids, or set it before the call, or use the model's own "
+    "generate."
+)
 _KNOWN = SCORES_ONLY | OWN_IDS | BY_INDEX
 # `torch.distributions` raises in these where a row has no distribution.
 _FAILS_ON_DEAD = frozenset({hf.EtaLogitsWarper, hf.TopHLogitsWarper})
@@ -100,7 +104,13 @@ class Processors:
         self._transcript = transcript
         # Places, row and count, where a prefix function allows nothing.
         self._unmet: set[tuple[int, int]] = set()
-        self._unwatched = {place for place, each in enumerate(processors) if is_own(each)}
+        # Of the caller's own nothing is known.
+        self._watches = {
+            place: Watch(each, "logits_processor", MUST_NOT_CHANGE)
+            for place, each in enumerate(processors)
+            if type(each) not in _KNOWN
+        }
+        self._unseen = set(self._watches)
 
     @property
     def device(self) -> torch.device:
@@ -138,6 +148,15 @@ class Processors:
             else:
                 scores = self._at_index(place, scores, rows, counts)
         return scores, _alive(scores)
+
+    def check_unchanged(self) -> None:
+        """Checks that no processor of the caller's own has changed since the call began.
+
+        Raises:
+            ValueError: one has, so that tokens may be wrong.
+        """
+        for watch in self._watches.values():
+            watch.check()
 
     def require(self, row: int, count: int) -> None:
         """Raises where a token is emitted that no prefix function allowed, after the first `count` of its row.
@@ -202,34 +221,11 @@ class Processors:
     def _call(self, place: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Calls a processor, with a look at what it remembers where it is the caller's own and called first."""
         processor = self._processors[place]
-        if place not in self._unwatched:
-            return _checked(processor, processor(ids, scores), scores.shape)
-        self._unwatched.remove(place)
-        watch = Watch(processor)
         result = processor(ids, scores)
-        check_processor_unchanged(watch)
+        if place in self._unseen:
+            self._unseen.remove(place)
+            self._watches[place].check()
         return _checked(processor, result, scores.shape)
-
-
-def is_own(processor: object) -> bool:
-    """Whether a processor is of the caller's own making, so that nothing is known of what it depends on."""
-    return type(processor) not in _KNOWN
-
-
-def check_processor_unchanged(watch: Watch) -> None:
-    """Checks that a processor of the caller's own has not changed since it is watched.
-
-    Raises:
-        ValueError: it has; the message names what.
-    """
-    changed = watch.changes()
-    if changed:
-        raise ValueError(
-            f"logits_processor holds {_name(watch.watched)}, which changed when it was called: {', '.join(changed)}. "
-            "It must depend on input_ids and scores alone, since it is also shown drafts that are rejected later, "
-            "and what it keeps of them would be wrong. Compute this from input_ids, or set it before the call, "
-            "or use the model's own generate."
-        )
 
 
 def _check(processor: Any) -> None:
@@ -238,9 +234,9 @@ def _check(processor: Any) -> None:
         raise TypeError(f"logits_processor holds {processor!r}, which cannot be called; pass LogitsProcessor objects.")
     if isinstance(processor, tuple(REFUSED)):
         raise ValueError(
-            f"logits_processor holds {_name(processor)}, which remembers earlier calls or needs the scores of a second "
-            "sequence, and so cannot be shown drafts; leave it (or the setting that makes it) out, or use the model's "
-            "own generate."
+            f"logits_processor holds {name_of(processor)}, which remembers earlier calls or needs the scores of a "
+            "second sequence, and so cannot be shown drafts; leave it (or the setting that makes it) out, or use the "
+            "model's own generate."
         )
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor) and not callable(processor._prefix_allowed_tokens_fn):
         raise TypeError(
@@ -257,7 +253,7 @@ def _check(processor: Any) -> None:
         takes_two = len(inspect.signature(processor.__call__).parameters) <= 2
     if not takes_two:
         raise ValueError(
-            f"logits_processor holds {_name(processor)}, which takes {', '.join(signature.parameters)}; it is called "
+            f"logits_processor holds {name_of(processor)}, which takes {', '.join(signature.parameters)}; it is called "
             "with (input_ids, scores) alone, so give it the rest when it is made."
         )
 
@@ -266,21 +262,15 @@ def _checked(processor: Any, result: Any, shape: torch.Size) -> torch.Tensor:
     """Returns a processor's result if it can be scores."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"logits_processor holds {_name(processor)}, which returned a {type(result).__name__}; it must return the "
-            f"processed scores, a tensor {tuple(shape)}."
+            f"logits_processor holds {name_of(processor)}, which returned a {type(result).__name__}; it must return "
+            f"the processed scores, a tensor {tuple(shape)}."
         )
     if result.shape != shape:
         raise ValueError(
-            f"logits_processor holds {_name(processor)}, which returned a tensor {tuple(result.shape)}; it must return "
-            f"the processed scores in their shape, {tuple(shape)}."
+            f"logits_processor holds {name_of(processor)}, which returned a tensor {tuple(result.shape)}; it must "
+            f"return the processed scores in their shape, {tuple(shape)}."
         )
     return result
-
-
-def _name(processor: Any) -> str:
-    if isinstance(processor, FunctionType | MethodType):
-        return f"the function {processor.__qualname__}"
-    return type(processor).__qualname__
 
 
 def _is_per_row(processor: Any) -> bool:

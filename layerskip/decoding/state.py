@@ -19,17 +19,40 @@ _OPAQUE = (ModuleType, type, torch.nn.Module, PreTrainedTokenizerBase)
 
 
 class Watch:
-    """What an object remembered when it was made, to tell later what has changed."""
+    """A look at one of the functions that a caller passes, to tell later whether it has changed."""
 
-    def __init__(self, watched: Any) -> None:
-        """Looks at `watched`, which stays as it is."""
+    def __init__(self, watched: Any, argument: str, advice: str) -> None:
+        """Takes in what `watched` remembers.
+
+        Args:
+            argument: the argument that it was passed in.
+            advice: why it must not change, and what to do.
+        """
         self.watched = watched
+        self._argument = argument
+        self._advice = advice
         self._state = state_of(watched)
 
-    def changes(self) -> list[str]:
-        """Returns the names of the attributes that have changed since, sorted."""
+    def check(self) -> None:
+        """Checks that nothing has changed since.
+
+        Raises:
+            ValueError: something has; the message names the function and its attributes.
+        """
         now = state_of(self.watched)
-        return sorted(name for name in self._state.keys() | now.keys() if self._state.get(name) != now.get(name))
+        changed = sorted(name for name in self._state.keys() | now.keys() if self._state.get(name) != now.get(name))
+        if changed:
+            raise ValueError(
+                f"{self._argument} holds {name_of(self.watched)}, which changed when it was called: "
+                f"{', '.join(changed)}. {self._advice}"
+            )
+
+
+def name_of(function: Any) -> str:
+    """Returns how a message calls a function, or an object that is called like one."""
+    if isinstance(function, FunctionType | MethodType):
+        return f"the function {function.__qualname__}"
+    return type(function).__qualname__
 
 
 def state_of(processor: Any) -> dict[str, list[Any]]:

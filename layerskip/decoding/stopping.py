@@ -18,6 +18,10 @@ from transformers.generation.stopping_criteria import (
 from layerskip.decoding.state import Watch
 from layerskip.decoding.transcript import Transcript
 
+MUST_NOT_CHANGE = (
+    "In a batch it is asked once for every row and token, at each row's own pace; compute this from input_ids, or "
+    "decode one row at a time."
+)
 # They look at a row's own ids, or at the clock, and keep nothing.
 OF_THEIR_ROW = frozenset({StopStringCriteria, MaxTimeCriteria})
 
@@ -69,10 +73,10 @@ class Stops:
             criteria=tuple(each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)),
         )
 
-    @property
-    def own_criteria(self) -> tuple[Any, ...]:
-        """The criteria of which nothing is known."""
-        return tuple(criterion for criterion in self.criteria if type(criterion) not in OF_THEIR_ROW)
+    def watches(self) -> tuple[Watch, ...]:
+        """Returns a look at each criterion of the caller's own, for batches."""
+        own = [criterion for criterion in self.criteria if type(criterion) not in OF_THEIR_ROW]
+        return tuple(Watch(criterion, "stopping_criteria", MUST_NOT_CHANGE) for criterion in own)
 
     @property
     def ends_rows_early(self) -> bool:
@@ -111,21 +115,6 @@ class Stops:
         if len(tokens) >= self.max_new_tokens:
             reasons.add("length")
         return next((reason for reason in ("stop", "criteria", "length") if reason in reasons), None)
-
-
-def check_criterion_unchanged(watch: Watch) -> None:
-    """Checks that a criterion of a batch has not changed since it is watched.
-
-    Raises:
-        ValueError: it has; the message names what.
-    """
-    changed = watch.changes()
-    if changed:
-        raise ValueError(
-            f"stopping_criteria holds {type(watch.watched).__name__}, which changed when it was called: "
-            f"{', '.join(changed)}. In a batch it is asked once for every row and token, at each row's own pace; "
-            "compute this from input_ids, or decode one row at a time."
-        )
 
 
 def _is_met(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, row: int) -> bool:

@@ -448,7 +448,7 @@ def test_a_row_that_has_no_token_to_go_on_with_is_an_error_and_changes_nothing(s
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, settings = model.config.to_dict(), model.generation_config.to_dict()
     arguments = {"do_sample": True, "max_new_tokens": 4, "strategy": strategy}
-    with pytest.raises(ValueError, match=r"no token .* for row 1 after 2 new tokens.*remove_invalid_values"):
+    with pytest.raises(ValueError, match=r"no token .* for row 1 after 2 new tokens.*loosen the logits processors"):
         engine.generate(prompts, logits_processor=processors, generator=seeded(0), **arguments)
     assert prompts.tolist() == [START, START] and len(processors) == 1 and not vars(processors[0])
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
@@ -471,7 +471,10 @@ def test_logits_of_nan_are_an_error() -> None:
     model = copy.deepcopy(small("full", MANY))
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
-    with pytest.raises(ValueError, match="the model's logits for row 0 after 0 new tokens hold NaN"):
+    with pytest.raises(
+        ValueError,
+        match=r"no token is left to choose from for row 0 after 0 new tokens.*look for NaN in the model's logits",
+    ):
         Engine(model, exit_layer=EXIT_LAYER).generate(torch.tensor([START]), do_sample=True, max_new_tokens=4)
 
 
