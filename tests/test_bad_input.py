@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -766,3 +768,25 @@ def test_a_model_of_one_layer_has_no_exit(exit_layer: int | None) -> None:
         engine.generate(kit.prompt_tensor(), max_new_tokens=4, exit_layer=exit_layer)
     result = engine.generate(kit.prompt_tensor(), max_new_tokens=4, strategy="autoregressive")
     assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor(), max_new_tokens=4))
+
+
+def test_a_tokenizer_that_is_none(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="tokenizer is a str; pass what AutoTokenizer"):
+        Engine(model, "gpt2")  # type: ignore[arg-type]
+
+
+@BOTH
+def test_a_tokenizers_output_as_prompts(model: PreTrainedModel, call: Call) -> None:
+    engine = Engine(model, kit.word_tokenizer(), exit_layer=2)
+    encoded = kit.word_tokenizer()("w1 w5", return_tensors="pt")
+    with refused(model, TypeError, "prompts is a BatchEncoding; pass its input_ids as a tensor"):
+        call(engine, encoded, **SHORT)
+
+
+def test_numbers_of_numpy_are_numbers(model: PreTrainedModel) -> None:
+    engine = Engine(model, exit_layer=2)
+    options = {"exit_layer": np.int64(2), "num_draft_tokens": np.int32(3), "max_new_tokens": np.int64(6)}
+    result = engine.generate(kit.prompt_tensor(), **options)
+    expected = engine.generate(kit.prompt_tensor(), exit_layer=2, num_draft_tokens=3, max_new_tokens=6)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert json.loads(json.dumps(result.statistics.to_dict()))["exit_layer"] == 2

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from layerskip.decoding.call import Call
 from layerskip.decoding.handover import Handover, behind_cache, read_columns
@@ -21,7 +22,7 @@ from layerskip.model.loading import load_checkpoint
 from layerskip.model.metadata import Metadata
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
 
@@ -61,8 +62,13 @@ class Engine:
         Raises:
             ValueError: a model that is not supported, a number out of range, or token ids that the model does not
                 have or that occur twice.
-            TypeError: `model` is no transformers model, a number is no integer, or `draft_token_ids` no tensor.
+            TypeError: `model` is no transformers model, `tokenizer` no tokenizer, a number is no integer, or
+                `draft_token_ids` no tensor.
         """
+        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(
+                f"tokenizer is a {type(tokenizer).__name__}; pass what AutoTokenizer.from_pretrained(…) returns."
+            )
         self.model = model
         self.tokenizer = tokenizer
         layered = self.layered
@@ -74,7 +80,7 @@ class Engine:
         self.exit_layer = exit_layer
         self.num_draft_tokens = num_draft_tokens
         self.draft_vocab_size = draft_vocab_size
-        self._wishes.check(self._limits(layered))
+        self._wishes.checked(self._limits(layered))
 
     def generate(
         self,

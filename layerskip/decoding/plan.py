@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from layerskip.model.metadata import Metadata
@@ -57,11 +58,13 @@ class Wishes:
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
 
-    def check(self, limits: Limits) -> None:
-        """Raises TypeError for what is no integer, ValueError for what is out of range."""
-        check_exit_layer(self.exit_layer, limits.num_layers)
-        check_num_draft_tokens(self.num_draft_tokens)
-        check_draft_vocab_size(self.draft_vocab_size, limits)
+    def checked(self, limits: Limits) -> Wishes:
+        """Returns the same numbers as plain integers; raises TypeError for what is none, ValueError out of range."""
+        return Wishes(
+            check_exit_layer(self.exit_layer, limits.num_layers),
+            check_num_draft_tokens(self.num_draft_tokens),
+            check_draft_vocab_size(self.draft_vocab_size, limits),
+        )
 
 
 def make_plan(
@@ -88,7 +91,7 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; allowed are {', '.join(STRATEGIES)}.")
-    call.check(limits)
+    call = call.checked(limits)
     drafting = {"num_draft_tokens": call.num_draft_tokens, "draft_vocab_size": call.draft_vocab_size}
     useless = {} if strategy == "self_speculative" else drafting
     if strategy == "autoregressive":
@@ -176,8 +179,10 @@ def check_draft_vocab_size(value: Any, limits: Limits, name: str = "draft_vocab_
 def _checked_count(name: str, value: Any, highest: int | None, allowed: str) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not an integer; {allowed}.")
-    if value < 1 or (highest is not None and value > highest):
-        raise ValueError(f"{name}={value} is out of range; {allowed}.")
-    return value
+    # A plain integer of whatever counts as one, numpy's for example: statistics go into JSON.
+    count = int(value)
+    if count < 1 or (highest is not None and count > highest):
+        raise ValueError(f"{name}={count} is out of range; {allowed}.")
+    return count

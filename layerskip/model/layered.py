@@ -204,6 +204,8 @@ def _check_is_causal_lm(model: object) -> None:
         base = (
             "; of a PEFT model take get_base_model(), which keeps its adapters on" if "Peft" in str(type(model)) else ""
         )
+        if "OptimizedModule" in str(type(model)):
+            base = "; of a compiled model take _orig_mod, or compile its forward"
         raise TypeError(f"model is a {type(model).__name__}, not a transformers model; {wanted}{base}.")
     if model.get_output_embeddings() is None and not model.config.is_encoder_decoder:
         raise ValueError(f"model is a {type(model).__name__}, which has no language-model head; {wanted}.")
