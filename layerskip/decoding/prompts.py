@@ -144,12 +144,10 @@ def _from_tensor(ids: torch.Tensor, attention_mask: Any) -> Prompts:
 def _from_texts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
     is_conversation = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], dict)
     batch = [prompts] if isinstance(prompts, str) or is_conversation else prompts
-    if isinstance(prompts, Mapping):
-        raise TypeError(
-            f"prompts is a {type(prompts).__name__}; pass its input_ids as a tensor, and its attention_mask."
-        )
     if not isinstance(batch, list | tuple):
-        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed: {ALLOWED}.")
+        has_ids = isinstance(prompts, Mapping) and "input_ids" in prompts
+        hint = " Pass its input_ids as a tensor, and its attention_mask." if has_ids else ""
+        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed: {ALLOWED}.{hint}")
     return [_tokenize(prompt, index, tokenizer) for index, prompt in enumerate(_not_empty(list(batch)))]
 
 
