@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
+from layerskip.comparison.hooks import layer_tokens, module_seconds
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.options import token_ids
 from layerskip.decoding.plan import Wishes
 from layerskip.decoding.prompts import Prompts
 from layerskip.decoding.statistics import Statistics
-from layerskip.model.layered import LayeredModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -351,46 +350,6 @@ def _run(arm: Arm, batch: Batch, max_new_tokens: int, progress: tqdm[Any]) -> Ru
     run = arm.generate(batch, max_new_tokens)
     progress.update()
     return run
-
-
-@contextmanager
-def layer_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Counts layers × tokens that `model` executes while the block runs, into the one entry of the list."""
-    total = [0]
-
-    def count(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        total[0] += arguments[0].shape[0] * arguments[0].shape[1]
-
-    handles = [layer.register_forward_pre_hook(count) for layer in LayeredModel(model).layers]
-    try:
-        yield total
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def module_seconds(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Adds up the time inside the embedding, layers, norm and head of `model`, into the one entry of the list."""
-    total = [0.0]
-    begun = [0.0]
-
-    def begin(module: torch.nn.Module, arguments: Any) -> None:
-        begun[0] = time.perf_counter()
-
-    def end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        total[0] += time.perf_counter() - begun[0]
-
-    layered = LayeredModel(model)
-    handles = []
-    positions = [] if layered.position_embedding is None else [layered.position_embedding]
-    for module in (layered.embedding, *positions, *layered.layers, layered.norm, layered.head):
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    try:
-        yield total
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def share_outside_modules(model: PreTrainedModel, arm: Arm, batch: Batch, max_new_tokens: int) -> float | None:

@@ -65,7 +65,6 @@ class Call:
         draft_token_ids: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        streamer: BaseStreamer | None = None,
         cached_prompts: Sequence[Sequence[int]] | None = None,
     ) -> Call:
         """Returns a call that is ready to run.
@@ -76,7 +75,6 @@ class Call:
             shown: the prompts as they come back in `sequences`, where not as `generate` shows them.
             generator: for sampling; torch's global one by default.
             stop_strings: further stop strings, which need the tokenizer.
-            streamer: the call's, to be checked only.
 
         Raises:
             TypeError, ValueError: anything that cannot be done as asked.
@@ -91,8 +89,6 @@ class Call:
                 "pad_token_id=None, but rows may end at different lengths, and something must fill them up; pass "
                 "pad_token_id=…."
             )
-        if streamer is not None and rows > 1:
-            raise ValueError(f"streamer takes the tokens of one row, and there are {rows}; stream one at a time.")
         if generator is not None:
             if not isinstance(generator, torch.Generator):
                 raise TypeError(f"generator is a {type(generator).__name__}, not a torch.Generator.")
@@ -140,7 +136,13 @@ class Call:
 
         Args:
             streamer: gets the prompt, then what each round emits, in one `put` each, then `end()`.
+
+        Raises:
+            ValueError: a streamer for several rows, before anything runs.
         """
+        rows = len(self.loop.rows)
+        if streamer is not None and rows > 1:
+            raise ValueError(f"streamer takes the tokens of one row, and there are {rows}; stream one at a time.")
         if streamer is not None:
             streamer.put(self.shown.cpu())
         for blocks in self.loop.blocks():

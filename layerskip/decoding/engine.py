@@ -136,61 +136,36 @@ class Engine:
         """
         call = self._prepare(
             prompts,
-            attention_mask,
-            strategy,
-            Wishes(exit_layer, num_draft_tokens, draft_vocab_size),
-            generation_config,
-            arguments,
+            attention_mask=attention_mask,
+            strategy=strategy,
+            exit_layer=exit_layer,
+            num_draft_tokens=num_draft_tokens,
+            draft_vocab_size=draft_vocab_size,
             cache=cache,
             return_cache=return_cache,
             generator=generator,
-            streamer=streamer,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            generation_config=generation_config,
+            **arguments,
         )
         return call.run(streamer)
 
-    def stream(
-        self,
-        prompt: Any,
-        *,
-        attention_mask: torch.Tensor | None = None,
-        strategy: str = "self_speculative",
-        exit_layer: int | None = None,
-        num_draft_tokens: int | None = None,
-        draft_vocab_size: int | None = None,
-        cache: CachedTokens | None = None,
-        return_cache: bool = False,
-        generator: torch.Generator | None = None,
-        logits_processor: Sequence[Any] | None = None,
-        stopping_criteria: Sequence[Any] | None = None,
-        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
-        generation_config: GenerationConfig | None = None,
-        **arguments: Any,
-    ) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Any, **arguments: Any) -> Iterator[StreamEvent]:
         """Generates one row and yields what prefill and then every round emits, as soon as it is settled.
 
-        Takes what `generate` takes, for one prompt. The texts of the events add up to the text of the result, which
-        the last event carries.
+        Args:
+            prompt: as `generate` takes it, one.
+            **arguments: of `generate`, all but `streamer`.
+
+        Returns:
+            An iterator over events. Their texts add up to the text of the result, which the last event carries.
 
         Raises:
-            TypeError, ValueError: as `generate`, at the call itself; and for more than one prompt.
+            TypeError, ValueError: as `generate`, at the call itself; and for more than one row.
         """
-        call = self._prepare(
-            prompt,
-            attention_mask,
-            strategy,
-            Wishes(exit_layer, num_draft_tokens, draft_vocab_size),
-            generation_config,
-            arguments,
-            cache=cache,
-            return_cache=return_cache,
-            generator=generator,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-        )
+        call = self._prepare(prompt, **arguments)
         if len(call.loop.rows) != 1:
             raise ValueError(f"stream takes one prompt and gives one row, not {len(call.loop.rows)}; use generate.")
         return call.events()
@@ -248,23 +223,24 @@ class Engine:
     def _prepare(
         self,
         prompts: Any,
-        attention_mask: torch.Tensor | None,
-        strategy: str,
-        wishes: Wishes,
-        generation_config: GenerationConfig | None,
-        arguments: dict[str, Any],
         *,
-        cache: CachedTokens | None,
-        return_cache: bool,
-        generator: torch.Generator | None,
-        logits_processor: Sequence[Any] | None,
-        stopping_criteria: Sequence[Any] | None,
-        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None,
-        streamer: BaseStreamer | None = None,
+        attention_mask: torch.Tensor | None = None,
+        strategy: str = "self_speculative",
+        exit_layer: int | None = None,
+        num_draft_tokens: int | None = None,
+        draft_vocab_size: int | None = None,
+        cache: CachedTokens | None = None,
+        return_cache: bool = False,
+        generator: torch.Generator | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        generation_config: GenerationConfig | None = None,
+        **arguments: Any,
     ) -> Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
-        plan = self.plan(strategy, wishes)
+        plan = self.plan(strategy, Wishes(exit_layer, num_draft_tokens, draft_vocab_size))
         self.check_is_in_eval_mode()
         # `None` leaves these open, as in `generate`.
         open_if_none = ("max_length", "min_length", "num_beams", "num_return_sequences")
@@ -319,7 +295,6 @@ class Engine:
             draft_token_ids=self.drafted_token_ids(plan),
             generator=generator,
             stop_strings=config.stop_strings,
-            streamer=streamer,
             cached_prompts=rows if return_cache else None,
         )
 

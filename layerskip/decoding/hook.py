@@ -122,7 +122,6 @@ def self_speculative(
             draft_token_ids=engine.drafted_token_ids(plan),
             generator=generator,
             stop_strings=stop_strings,
-            streamer=streamer,
         )
         result = call.run(streamer)
         if not handover.config.return_dict_in_generate:

@@ -14,13 +14,12 @@ from layerskip.comparison.benchmark import (
     Batch,
     Run,
     engine_arm,
-    layer_tokens,
     measure,
-    module_seconds,
     round_costs,
     share_outside_modules,
     transformers_arm,
 )
+from layerskip.comparison.hooks import layer_tokens, module_seconds
 from layerskip.comparison.table import format_table
 from layerskip.decoding.statistics import Statistics
 from tests import kit
