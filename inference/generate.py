@@ -67,14 +67,21 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: one that needs a temperature and has none, or one that is out of range; it names the flag.
     """
-    if arguments.top_p is not None and arguments.top_p > 1:
-        raise ValueError(f"--top-p {arguments.top_p} is out of range; pass a probability of at most 1.")
+    temperature = arguments.temperature
+    # Written so that NaN is out of range as well.
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ValueError(
+            f"--temperature {temperature:g} is out of range; pass one above 0, or none for the best token."
+        )
+    for flag, share in (("--top-p", arguments.top_p), ("--min-p", arguments.min_p)):
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{flag} {share:g} is out of range; pass a probability of at most 1.")
     if arguments.seed is not None and not 0 <= arguments.seed <= HIGHEST_SEED:
         raise ValueError(f"--seed {arguments.seed} is out of range; pass a number from 0 to {HIGHEST_SEED}.")
     narrowing = {name: vars(arguments)[name] for name in ("top_k", "top_p", "min_p")}
     given = {name: value for name, value in narrowing.items() if value is not None}
-    if arguments.temperature is not None:
-        return {"do_sample": True, "temperature": arguments.temperature, **given}
+    if temperature is not None:
+        return {"do_sample": True, "temperature": temperature, **given}
     for name, value in (given | {"seed": arguments.seed}).items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} {value} is for drawing tokens; pass --temperature as well.")

@@ -224,6 +224,10 @@ def test_accepted_tokens_of_an_answer_are_green(
 
 CHOICES = [
     (["--top-k", "5"], "--top-k 5 is for drawing tokens; pass --temperature as well"),
+    (["--temperature", "0"], "--temperature 0 is out of range; pass one above 0, or none for the best token"),
+    (["--temperature", "nan"], "--temperature nan is out of range"),
+    (["--temperature", "1", "--min-p", "2"], "--min-p 2 is out of range"),
+    (["--temperature", "1", "--top-p", "-0.5"], "--top-p -0.5 is out of range"),
     (["--top-p", "0.9"], "--top-p 0.9 is for drawing tokens; pass --temperature as well"),
     (["--min-p", "0.1"], "--min-p 0.1 is for drawing tokens; pass --temperature as well"),
     (["--seed", "0"], "--seed 0 is for drawing tokens; pass --temperature as well"),
