@@ -70,9 +70,9 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     temperature = arguments.temperature
     # Written so that NaN is out of range as well.
     if temperature is not None and not 0 < temperature < float("inf"):
-        raise ValueError(
-            f"--temperature {temperature:g} is out of range; pass one above 0, or none for the best token."
-        )
+        raise ValueError(f"--temperature {temperature:g} is out of range; pass one above 0, or none to draw nothing.")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        raise ValueError(f"--top-k {arguments.top_k} is out of range; pass a number of tokens from 1 on.")
     for flag, share in (("--top-p", arguments.top_p), ("--min-p", arguments.min_p)):
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"{flag} {share:g} is out of range; pass a probability of at most 1.")
