@@ -36,7 +36,7 @@ from layerskip.comparison.table import format_table
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 from layerskip.program import answering_tokenizer, as_chat, load_engine, read_numbers, run_program
-from layerskip.prompt_file import json_rows, prompts_of
+from layerskip.prompt_file import prompt_rows
 from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
 
 if TYPE_CHECKING:
@@ -74,14 +74,13 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
     """
     if path.suffix.lower() != ".jsonl":
         raise ValueError(f"--data {path} ends with {path.suffix!r}; allowed is .jsonl.")
-    prompts = prompts_of(path)
     rows = []
-    for prompt, (where, found) in zip(prompts, json_rows(path.read_bytes(), str(path)), strict=True):
-        given = {name: found.get(name) for name in ("completion", "finish_reason", "category")}
+    for row in prompt_rows(path):
+        given = {name: row.columns.get(name) for name in ("completion", "finish_reason")}
         for name, value in given.items():
             if not isinstance(value, str | None):
-                raise ValueError(f"{where}: {name} is not a string.")
-        rows.append(Row(where, prompt, **given))
+                raise ValueError(f"{row.where}: {name} is not a string.")
+        rows.append(Row(row.where, row.prompt, category=row.category, **given))
     return rows[:limit]
 
 

@@ -187,7 +187,7 @@ def test_a_row_that_is_too_long_is_named_and_no_file_of_answers_stays(
     data = write(tmp_path, [{"prompt": "w1"}, {"prompt": "w1 w2", "completion": " ".join(["w3"] * 14)}])
     options = ["--data", data, "--exit-layers", "2", "--answers", tmp_path / "answers.jsonl"]
     assert run.status("evaluate.py", "--model", folder, *options) == 2
-    message = f"row 2 of {data}: prompt and completion have 17 tokens, but the model has 16 positions"
+    message = f"line 2 of {data}: prompt and completion have 17 tokens, but the model has 16 positions"
     assert message in run.capsys.readouterr().err
     assert not (tmp_path / "answers.jsonl").exists()
 
@@ -248,7 +248,7 @@ def test_parts_of_another_type_are_named_with_their_row(
 ) -> None:
     data = write(tmp_path, [{"prompt": "w1"}, {"prompt": "w1", **part}])
     assert run.status("evaluate.py", "--model", chatting, "--data", data, "--exit-layers", "2") == 2
-    assert f"row 2 of {data}: {next(iter(part))} is not a string" in run.capsys.readouterr().err
+    assert f"line 2 of {data}: {next(iter(part))} is not a string" in run.capsys.readouterr().err
 
 
 def test_a_benchmark_stops_at_eos_and_counts_what_rounds_cost(checkpoint: str, tmp_path: Path, run: Runner) -> None:

@@ -331,23 +331,23 @@ def test_a_file_of_something_else_is_not_gone_on_with(
     run: Runner, checkpoint: str, content: str, tmp_path: Path, out: Path
 ) -> None:
     out.write_text(content)
-    assert f"row 1 of --out {out}" in run.refused(checkpoint, write_prompts(tmp_path, PROMPTS), out, "--resume")
+    assert f"line 1 of --out {out}" in run.refused(checkpoint, write_prompts(tmp_path, PROMPTS), out, "--resume")
     assert out.read_text() == content
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"question": "w1"}', "row 1 of {path} has question, but neither prompt nor messages nor text"),
-        ('{"prompt": 5}', "row 1 of {path}: prompt is not a string or a list of messages"),
+        ('{"answer": "w1"}', "line 1 of {path} has answer, but neither prompt, messages, question, turns nor text"),
+        ('{"prompt": 5}', "line 1 of {path}: prompt is not a string or a list of messages"),
         ('{"prompt": [{"role": "user"}]}', "prompt is not a string or a list of messages, each with role and content"),
         ('{"messages": "w1"}', "messages is not a list of messages"),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}', "messages holds nothing to answer"),
         ('{"text": [{"role": "user", "content": "w1"}]}', "text is not a string"),
         ('{"prompt": ""}', "prompt holds nothing to answer"),
-        ('{"prompt": "\\ud800"}', "row 1 of {path} cannot be read as JSON text"),
-        ('{"prompt": ', "row 1 of {path} cannot be read as JSON text"),
-        ("[1]", "row 1 of {path} is no JSON object"),
+        ('{"prompt": "\\ud800"}', "line 1 of {path} cannot be read as JSON text"),
+        ('{"prompt": ', "line 1 of {path} cannot be read as JSON text"),
+        ("[1]", "line 1 of {path} is no JSON object"),
         ("", "holds no rows"),
         ('{"prompt": [{"role": "user", "content": "w1"}]}', "has no chat template"),
     ],
