@@ -6,7 +6,7 @@ Beside them the usual measure: losses on given completions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from layerskip.comparison.forced import LOGIT_ROWS, answer_states, following
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import longest_first, read_prompts
-from layerskip.model.cache import SharedCache
 from layerskip.model.layered import LayeredModel
-from layerskip.model.placement import Placement
 from layerskip.training.clock import Clock
 from layerskip.training.data import Collator
 from layerskip.training.exit_settings import ExitSettings
@@ -28,9 +27,6 @@ from layerskip.training.trainer import exit_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Rows of logits that are held at a time.
-LOGIT_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,6 @@ def own_answers(
 ) -> list[OwnAnswer]:
     """Answers prompts greedily with all layers and notes, in one more pass over each batch, where exits agree.
 
-    A progress bar on standard error counts prompts.
-
     Args:
         engine: the model; its EOS tokens end answers.
         prompts: a list of strings, tokenised as they stand, or of lists of messages.
@@ -79,11 +73,51 @@ def own_answers(
     Raises:
         TypeError, ValueError: what `Engine.generate` refuses.
     """
-    layered = engine.layered
-    rows = read_prompts(prompts, engine.tokenizer, None, layered.vocab_size).rows
-    order = longest_first(rows)
     answers: dict[int, OwnAnswer] = {}
-    with tqdm(total=len(rows), desc="answering", unit="prompt") as progress:
+    for batch in answer(engine, prompts, max_new_tokens, batch_size):
+        prompt_ids, new_tokens = [made.prompt_ids for made in batch], [made.token_ids for made in batch]
+        matches = exit_matches(engine.layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
+        for made, found in zip(batch, matches, strict=True):
+            answers[made.index] = OwnAnswer(made.prompt_ids, made.token_ids, made.text, made.finish_reason, found)
+    return [answers[index] for index in range(len(answers))]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer of all layers.
+
+    Attributes:
+        index: which prompt it answers.
+        prompt_ids, token_ids, text, finish_reason: as in `OwnAnswer`.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+
+
+def answer(
+    engine: Engine, prompts: Any, max_new_tokens: int, batch_size: int, *, done: Collection[int] = ()
+) -> Iterator[list[Answer]]:
+    """Answers prompts greedily with all layers and yields the answers of each batch, the longest prompts first.
+
+    A progress bar on standard error counts prompts.
+
+    Args:
+        engine: the model; its EOS tokens end answers.
+        prompts: a list of strings, tokenised as they stand, or of lists of messages.
+        max_new_tokens: the budget of every answer.
+        batch_size: prompts that are answered together; those of like length are.
+        done: indices of prompts that are left out.
+
+    Raises:
+        TypeError, ValueError: what `Engine.generate` refuses.
+    """
+    rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
+    order = [index for index in longest_first(rows) if index not in done]
+    with tqdm(total=len(rows), initial=len(rows) - len(order), desc="answering", unit="prompt") as progress:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
             result = engine.generate(
@@ -91,20 +125,13 @@ def own_answers(
                 strategy="autoregressive",
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
+                # Fills up what is cut off here; a model that has none answers batches all the same.
+                pad_token_id=0,
             )
-            new_tokens = result.new_token_ids
-            prompt_ids = [rows[index] for index in batch]
-            matches = exit_matches(layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
-            for place, index in enumerate(batch):
-                answers[index] = OwnAnswer(
-                    prompt_ids=rows[index],
-                    token_ids=new_tokens[place],
-                    text=None if result.texts is None else result.texts[place],
-                    finish_reason=result.finish_reasons[place],
-                    matches=matches[place],
-                )
+            texts = [None] * len(batch) if result.texts is None else result.texts
+            made = zip(batch, result.new_token_ids, texts, result.finish_reasons, strict=True)
+            yield [Answer(index, rows[index], tokens, text, reason) for index, tokens, text, reason in made]
             progress.update(len(batch))
-    return [answers[index] for index in range(len(rows))]
 
 
 @torch.inference_mode()
@@ -124,30 +151,13 @@ def exit_matches(
         exit_layers: the exits, counted from 1.
         draft_token_ids: draft vocabularies, `(ids,)` each, or `None` for all ids.
     """
-    device = layered.device
-    # The last token is not followed by anything, so that it need not pass.
-    inputs = [prompt + tokens[:-1] for prompt, tokens in zip(prompt_ids, new_tokens, strict=True)]
-    placement = Placement.prompt([len(row) for row in inputs], device)
-    padded = torch.tensor([row + [0] * (placement.width - len(row)) for row in inputs], device=device)
     counts = [len(tokens) - 1 for tokens in new_tokens]
-    places = [
-        (row, len(prompt) + place, tokens[place + 1])
-        for row, (prompt, tokens) in enumerate(zip(prompt_ids, new_tokens, strict=True))
-        for place in range(len(tokens) - 1)
-    ]
-    rows, columns, follow = torch.tensor(places, dtype=torch.long, device=device).reshape(-1, 3).unbind(1)
+    follow = following(new_tokens).to(layered.device)
     # Ascending, so that of equal logits the lowest id wins, as among all ids.
-    vocabularies = [None if ids is None else ids.to(device).sort().values for ids in draft_token_ids]
-
-    matches: list[dict[int, tuple[list[bool], ...]]] = [{} for _ in inputs]
-    cache = SharedCache(max(exit_layers), len(inputs), placement.width)
-    rotary = layered.rotary_tables(placement.width)
-    hidden, passed = layered.embed(padded, placement.positions), 0
-    for exit_layer in sorted(set(exit_layers)):
-        hidden = layered.run(hidden, passed, exit_layer, placement=placement, cache=cache, rotary=rotary)
-        passed = exit_layer
-        agreed = _agreements(layered, hidden[rows, columns], follow, vocabularies)
-        by_row = [flags.split(counts) for flags in agreed]
+    vocabularies = [None if ids is None else ids.to(layered.device).sort().values for ids in draft_token_ids]
+    matches: list[dict[int, tuple[list[bool], ...]]] = [{} for _ in new_tokens]
+    for exit_layer, states in answer_states(layered, prompt_ids, new_tokens, exit_layers):
+        by_row = [flags.split(counts) for flags in _agreements(layered, states, follow, vocabularies)]
         for row, found in enumerate(matches):
             found[exit_layer] = tuple(flags[row].tolist() for flags in by_row)
     return matches

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from layerskip.decoding.call import Call
+from layerskip.decoding.cost import CostTable
 from layerskip.decoding.handover import Handover, behind_cache, read_columns
 from layerskip.decoding.options import GenerationOptions, check_config, merged_config, token_ids, with_values
 from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
@@ -60,8 +61,8 @@ class Engine:
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
 
         Raises:
-            ValueError: a model that is not supported, a number out of range, or token ids that the model does not
-                have or that occur twice.
+            ValueError: a model that is not supported, a number out of range, token ids that the model does not
+                have or that occur twice, or a table of costs in the checkpoint that is damaged.
             TypeError: `model` is no transformers model, `tokenizer` no tokenizer, a number is no integer, or
                 `draft_token_ids` no tensor.
         """
@@ -73,6 +74,8 @@ class Engine:
         self.tokenizer = tokenizer
         layered = self.layered
         self.metadata = Metadata.of(model.config)
+        costs = self.metadata.cost_table
+        self._cost_table = None if costs is None else CostTable.read(costs, "the checkpoint's cost_table")
         ids = None if draft_token_ids is None else check_draft_token_ids(draft_token_ids, layered.vocab_size)
         self._draft_token_ids = ids
         # Sorted once for calls of any draft_vocab_size: the ids in ascending order, and the rank of each.
@@ -174,6 +177,11 @@ class Engine:
     def draft_token_ids(self) -> torch.Tensor | None:
         """The tokens that are worth drafting, `(ids,)`, the most important first; `None` without a list."""
         return self._draft_token_ids
+
+    @property
+    def cost_table(self) -> CostTable | None:
+        """What rounds cost where the checkpoint's exits were compared; `None` where it does not say."""
+        return self._cost_table
 
     def plan(self, strategy: str, wishes: Wishes) -> Plan:
         """Returns how a call with this strategy and these numbers decodes: what they leave open is filled in.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from layerskip.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,6 +29,7 @@ class Metadata:
         num_draft_tokens: the recommended draft length, or `None`.
         exit_layers: the exits that were trained, as far as the checkpoint tells.
         draft_vocab_size: how many of the stored draft token ids to draft from, or `None` for all of them.
+        cost_table: what rounds cost where the exits were compared, as JSON holds it, or `None`.
     """
 
     compared: bool = False
@@ -31,6 +37,7 @@ class Metadata:
     num_draft_tokens: int | None = None
     exit_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
+    cost_table: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Metadata:
@@ -68,10 +75,36 @@ class Metadata:
         for name, value in numbers:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{where}: {name}={value!r} is a {type(value).__name__}, not an integer.")
+        cost_table = stored.get("cost_table")
+        if not isinstance(cost_table, dict | None):
+            raise ValueError(f"{where}: cost_table is a {type(cost_table).__name__}, not an object; remove it.")
         return cls(
             compared="exit_layer" in stored,
             exit_layer=stored.get("exit_layer"),
             num_draft_tokens=stored.get("num_draft_tokens"),
             exit_layers=tuple(exit_layers),
             draft_vocab_size=stored.get("draft_vocab_size"),
+            cost_table=cost_table,
         )
+
+
+def update_metadata(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Changes entries of the metadata in a checkpoint's folder; all else in its file stays as it is.
+
+    Args:
+        folder: of a whole model, or of adapters, which get a file of their own where they have none.
+        changes: new values by name, as JSON takes them.
+
+    Raises:
+        OSError: the file cannot be read or written; it is whole all the same.
+        ValueError: it is no JSON object, or its metadata are of another format.
+    """
+    config = folder / "config.json"
+    path = config if config.is_file() else folder / ADAPTER_FILE
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object.")
+    stored = content.get(KEY) if path == config else content
+    Metadata.read(stored or None, str(path))
+    entries = {"format": FORMAT, **(stored or {}), **changes}
+    write_text(path, json.dumps({**content, KEY: entries} if path == config else entries, indent=2) + "\n")

@@ -1,0 +1,129 @@
+"""The folder of a comparison of exits: what was done so far, so that an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from layerskip.comparison.arms import Rounds, Run
+from layerskip.comparison.benchmark import Sample
+from layerskip.comparison.quality import Reading
+from layerskip.decoding.cost import CostTable
+from layerskip.files import add_lines, whole_lines, write_text
+from layerskip.prompt_file import json_rows
+
+SETTINGS, ANSWERS, COSTS, TIMINGS = "settings.json", "answers.jsonl", "costs.json", "timings.jsonl"
+
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class ReadAnswer:
+    """A greedy answer of all layers, and what the exits make of it.
+
+    Attributes:
+        index: which prompt it answers.
+        prompt_ids, token_ids: the prompt's tokens and the new ones.
+        finish_reason: "stop" (an EOS token) or "length".
+        reading: of the exits of the comparison, in their order.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str
+    reading: Reading
+
+
+class ComparisonFolder:
+    """Files that grow line by line, each line whole."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        """Opens the folder, which is made where it is missing.
+
+        Args:
+            path: the folder.
+            settings: of the comparison, as JSON takes them.
+            resume: go on with the comparison that is there, if there is one.
+
+        Raises:
+            OSError: the folder cannot be made or written to.
+            ValueError: it holds something else, or a comparison that is not to be resumed or has other settings.
+        """
+        self.path = path
+        wanted = json.loads(json.dumps(settings))
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--output-dir {path} is a file; choose another folder.")
+        if not path.is_dir() or not any(path.iterdir()):
+            path.mkdir(parents=True, exist_ok=True)
+            write_text(path / SETTINGS, json.dumps(wanted, indent=2) + "\n")
+            return
+        if not (path / SETTINGS).is_file():
+            raise ValueError(f"--output-dir {path} is not empty and holds no comparison; choose another folder.")
+        if not resume:
+            raise ValueError(
+                f"--output-dir {path} holds a comparison; go on with it by --resume, or choose another folder."
+            )
+        stored = self._read(SETTINGS, dict)
+        changed = sorted(name for name in stored | wanted if stored.get(name) != wanted.get(name))
+        if changed:
+            raise ValueError(
+                f"--output-dir {path} holds a comparison with other settings ({', '.join(changed)} differ); go on with "
+                f"what stands in its {SETTINGS}, or choose another folder."
+            )
+
+    def answers(self) -> dict[int, ReadAnswer]:
+        """Returns the answers so far, by the index of their prompt."""
+        answers = [ReadAnswer(**{**row, "reading": Reading(**row["reading"])}) for row in self._lines(ANSWERS)]
+        return {answer.index: answer for answer in answers}
+
+    def add_answers(self, answers: Sequence[ReadAnswer]) -> None:
+        """Adds the answers of a batch."""
+        add_lines(self.path / ANSWERS, [json.dumps(_rounded(asdict(answer))) for answer in answers])
+
+    def costs(self) -> CostTable | None:
+        """Returns the table of costs, where it has been measured."""
+        if not (self.path / COSTS).is_file():
+            return None
+        return self._read(COSTS, lambda stored: CostTable.read(stored, str(self.path / COSTS)))
+
+    def write_costs(self, costs: CostTable) -> None:
+        """Writes the table of costs."""
+        write_text(self.path / COSTS, json.dumps(costs.to_dict(), indent=2) + "\n")
+
+    def samples(self) -> list[Sample]:
+        """Returns the timed runs so far."""
+        return [
+            Sample(
+                **{
+                    **row,
+                    "run": Run(**{**row["run"], "rounds": row["run"]["rounds"] and Rounds(**row["run"]["rounds"])}),
+                }
+            )
+            for row in self._lines(TIMINGS)
+        ]
+
+    def add_sample(self, sample: Sample) -> None:
+        """Adds a timed run."""
+        add_lines(self.path / TIMINGS, [json.dumps(asdict(sample))])
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return [row for _, row in json_rows(whole_lines(self.path / name), str(self.path / name))]
+
+    def _read(self, name: str, read: Callable[[Any], Read]) -> Read:
+        try:
+            return read(json.loads((self.path / name).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path / name} is damaged ({error}); choose another --output-dir.") from error
+
+
+def _rounded(value: Any) -> Any:
+    """Returns JSON data whose floats have six digits, which is what fp32 holds."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value

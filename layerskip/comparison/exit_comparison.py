@@ -1,0 +1,210 @@
+"""What a comparison of exits has found so far: figures of each exit, predictions, real runs, and their advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from layerskip.comparison.benchmark import Measurement
+from layerskip.comparison.comparison_folder import ReadAnswer
+from layerskip.comparison.decided import decided_counts
+from layerskip.comparison.prediction import Cell, MeasuredCell, predict
+from layerskip.comparison.quality import ExitQuality, exit_quality
+from layerskip.decoding.cost import CostTable
+
+ALL = "all"
+CSV_HEADER = (
+    "exit_layer",
+    "num_draft_tokens",
+    "perplexity",
+    "agreement",
+    "expected_acceptance",
+    "c",
+    "verify_cost",
+    "tokens_per_round",
+    "draft_acceptance_rate",
+    "predicted",
+    "measured",
+    "lowest",
+    "highest",
+    "error",
+)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The setting that was fastest in real runs.
+
+    Attributes:
+        exit_layer, num_draft_tokens: E and γ; `None` where no exit pays.
+        speed_up: what the fastest cell gave over plain decoding; below 1 where no exit pays.
+        reason: in a sentence.
+    """
+
+    exit_layer: int | None
+    num_draft_tokens: int | None
+    speed_up: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExitComparison:
+    """Answers with their categories, costs and real runs, as far as there are any.
+
+    Attributes:
+        exit_layers: the exits, in rising order.
+        num_layers: L.
+        max_new_tokens: the budget of an answer.
+        categories: of all prompts; `None` where one has none.
+        answers: so far, by the index of their prompt.
+        costs: the table of costs, once it is measured.
+        measured: the cells that were run for real, in their order.
+    """
+
+    exit_layers: tuple[int, ...]
+    num_layers: int
+    max_new_tokens: int
+    categories: tuple[str | None, ...]
+    answers: dict[int, ReadAnswer]
+    costs: CostTable | None = None
+    measured: tuple[MeasuredCell, ...] = ()
+
+    @property
+    def layers(self) -> list[int]:
+        """The exits and L."""
+        return [*self.exit_layers, self.num_layers]
+
+    def groups(self) -> dict[str, list[ReadAnswer]]:
+        """Returns all answers as `ALL`, then those of each category."""
+        groups = {ALL: [self.answers[index] for index in sorted(self.answers)]}
+        for index, category in enumerate(self.categories):
+            if category is not None and index in self.answers:
+                groups.setdefault(category, []).append(self.answers[index])
+        return groups
+
+    def quality(self) -> dict[str, list[ExitQuality]]:
+        """Returns the figures of each exit and the last layer, for each of `groups`."""
+        return {
+            name: exit_quality([answer.reading for answer in answers], self.exit_layers, self.num_layers)
+            for name, answers in self.groups().items()
+        }
+
+    def decided(self) -> dict[str, dict[int, int]]:
+        """Returns how many tokens are decided at each layer, for each of `groups`."""
+        return {
+            name: decided_counts([answer.reading for answer in answers], self.layers)
+            for name, answers in self.groups().items()
+        }
+
+    def cells(self, indices: Sequence[int] | None = None) -> list[Cell]:
+        """Returns the predictions on some prompts, by default all that were answered; none without costs."""
+        if self.costs is None:
+            return []
+        chosen = sorted(self.answers) if indices is None else indices
+        rows = [self.answers[index].reading.matches for index in chosen]
+        matches = {exit_layer: [row[place] for row in rows] for place, exit_layer in enumerate(self.exit_layers)}
+        return predict(matches, self.costs, self.max_new_tokens)
+
+    def with_measured(self, cells: Sequence[Cell], measurements: Sequence[Measurement]) -> ExitComparison:
+        """Returns the same with real runs.
+
+        Args:
+            cells: their predictions on the prompts of these runs.
+            measurements: of the same cells in the same order, behind that of plain decoding.
+        """
+        found = tuple(
+            MeasuredCell(
+                cell=cell,
+                measured=each.ratio,
+                lowest=each.lowest_ratio,
+                highest=each.highest_ratio,
+                tokens_per_round=each.mean_acceptance_length or 1.0,
+                same_as_plain=each.same_as_first or 0,
+                answers=each.answers,
+            )
+            for cell, each in zip(cells, measurements[1:], strict=True)
+        )
+        return replace(self, measured=found)
+
+    def recommendation(self, is_trained: bool) -> Recommendation:
+        """Returns the fastest cell of those that were run, if it is faster than plain decoding.
+
+        Args:
+            is_trained: whether the checkpoint says that exits were trained.
+
+        Raises:
+            ValueError: none was run.
+        """
+        if not self.measured:
+            raise ValueError("no cell was run for real, and predictions alone recommend none.")
+        best = max(self.measured, key=lambda each: each.measured)
+        speed = f"E={best.cell.exit_layer}, γ={best.cell.num_draft_tokens} runs at {best.measured:.2f} times"
+        if best.measured > 1:
+            return Recommendation(*best.cell.place, best.measured, f"{speed} the speed of plain decoding.")
+        advice = "its exits were never trained: fine-tune first (training/finetune.py)"
+        if is_trained:
+            advice = "train its exits further, or compare on prompts like those they were trained on"
+        return Recommendation(
+            None,
+            None,
+            best.measured,
+            f"no exit pays here: {advice}. The fastest of those that were run, {speed} the speed of plain decoding.",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything that was found, as `json.dumps` takes it."""
+        return {
+            "num_layers": self.num_layers,
+            "prompts": len(self.categories),
+            "answered": len(self.answers),
+            "new_tokens": sum(len(answer.token_ids) for answer in self.answers.values()),
+            "quality": {name: [asdict(each) for each in exits] for name, exits in self.quality().items()},
+            "decided": self.decided(),
+            "cost_table": None if self.costs is None else self.costs.to_dict(),
+            "cells": [asdict(cell) for cell in self.cells()],
+            "measured": [{**asdict(each), "error": each.error} for each in self.measured],
+        }
+
+    def csv_rows(self) -> list[list[Any]]:
+        """Returns a row of `CSV_HEADER` for each exit and γ; before costs are measured, one for each exit."""
+        exits = {each.exit_layer: each for each in self.quality()[ALL]}
+        real = {each.cell.place: each for each in self.measured}
+        rows: list[list[Any]] = []
+        for cell in self.cells():
+            quality, run = exits[cell.exit_layer], real.get(cell.place)
+            rows.append([*cell.place, quality.perplexity, quality.agreement, quality.expected_acceptance])
+            rows[-1] += self._costs_of(cell)
+            rows[-1] += [cell.tokens_per_round, cell.draft_acceptance_rate, cell.predicted]
+            rows[-1] += [None] * 4 if run is None else [run.measured, run.lowest, run.highest, run.error]
+        if not rows:
+            blank = [None] * (len(CSV_HEADER) - 5)
+            for layer in self.exit_layers if exits else ():
+                each = exits[layer]
+                rows.append([layer, None, each.perplexity, each.agreement, each.expected_acceptance, *blank])
+        return rows
+
+    def _costs_of(self, cell: Cell) -> list[float | None]:
+        """Returns what a draft and the verification of a full round cost, in steps of plain decoding."""
+        if self.costs is None:
+            return [None, None]
+        full = self.costs.round_seconds(cell.exit_layer, cell.num_draft_tokens) - self.costs.overhead
+        step = self.costs.autoregressive_step
+        c = self.costs.c(cell.exit_layer)
+        return [c, full / step - cell.num_draft_tokens * c]
+
+
+def spread(categories: Sequence[str | None], count: int) -> list[int]:
+    """Returns `count` indices at most, spread over the categories in turn and within each evenly, in rising order."""
+    by_category: dict[str | None, list[int]] = {}
+    for index, category in enumerate(categories):
+        by_category.setdefault(category, []).append(index)
+    shares = dict.fromkeys(by_category, 0)
+    for _ in range(min(count, len(categories))):
+        open_ones = [name for name, indices in by_category.items() if shares[name] < len(indices)]
+        shares[min(open_ones, key=lambda name: shares[name])] += 1
+    return sorted(
+        indices[place * len(indices) // shares[name]]
+        for name, indices in by_category.items()
+        for place in range(shares[name])
+    )

@@ -1,0 +1,152 @@
+"""What rounds cost: latencies measured on one machine, and the speed-up that follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Latencies in seconds, for one row, measured once and frozen since.
+
+    A round that processes d drafts takes d draft steps, a verification of d + 1 tokens, and the overhead; a token of
+    plain decoding takes an autoregressive step and the overhead.
+
+    Attributes:
+        exit_layers: the exits E that were measured, in rising order.
+        draft_steps: of each exit: one token through layers 1..E and the draft head, its choice read.
+        verifications: of each exit, by width 1, 2, …: the last token through layers 1..E, then `width` exit states
+            through layers E+1..L and the full head. As many widths for every exit.
+        autoregressive_step: one token through all layers and the full head.
+        overhead: what a round or a step takes beside: accepting, and rolling the cache back.
+        head: the full head over one token, its choice read.
+        draft_head: the head that drafts are chosen with, likewise.
+        measured_on: what it was measured on, by name: machine, device, type, tokens in the cache.
+    """
+
+    exit_layers: tuple[int, ...]
+    draft_steps: tuple[float, ...]
+    verifications: tuple[tuple[float, ...], ...]
+    autoregressive_step: float
+    overhead: float
+    head: float
+    draft_head: float
+    measured_on: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks that the parts fit each other.
+
+        Raises:
+            ValueError: exits that do not rise, lists of different lengths, or a latency that is no positive number.
+        """
+        rising = all(low < high for low, high in zip(self.exit_layers, self.exit_layers[1:], strict=False))
+        if not self.exit_layers or self.exit_layers[0] < 1 or not rising:
+            raise ValueError(f"exit_layers={list(self.exit_layers)} must be one or more layers from 1 on, rising.")
+        widths = {len(row) for row in self.verifications}
+        counts = {len(self.exit_layers), len(self.draft_steps), len(self.verifications)}
+        if len(counts) > 1 or len(widths) > 1 or 0 in widths:
+            raise ValueError(
+                f"{len(self.exit_layers)} exit_layers have {len(self.draft_steps)} draft_steps and "
+                f"{len(self.verifications)} verifications of {sorted(widths)} widths; each exit needs one draft step "
+                "and as many widths as the others."
+            )
+        latencies = [*self.draft_steps, *(seconds for row in self.verifications for seconds in row)]
+        latencies += [self.autoregressive_step, self.head, self.draft_head]
+        if not all(math.isfinite(seconds) and seconds > 0 for seconds in latencies):
+            raise ValueError("latencies must be positive numbers of seconds; measure them anew.")
+        if not math.isfinite(self.overhead) or self.overhead < 0:
+            raise ValueError(f"overhead={self.overhead} must be a number of seconds from 0 on; measure it anew.")
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        """The most drafts in a round whose cost is known."""
+        return len(self.verifications[0]) - 1
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a token of plain decoding takes."""
+        return self.autoregressive_step + self.overhead
+
+    def c(self, exit_layer: int) -> float:
+        """Returns a draft step over an autoregressive step."""
+        return self.draft_steps[self._place(exit_layer)] / self.autoregressive_step
+
+    def round_seconds(self, exit_layer: int, drafts: int) -> float:
+        """Returns what a round takes that processes this many drafts.
+
+        Raises:
+            ValueError: an exit or a number of drafts that was not measured.
+        """
+        place = self._place(exit_layer)
+        if not 0 <= drafts <= self.max_num_draft_tokens:
+            raise ValueError(f"drafts={drafts} were not measured; measured are 0 to {self.max_num_draft_tokens}.")
+        return drafts * self.draft_steps[place] + self.verifications[place][drafts] + self.overhead
+
+    def speed_up(self, exit_layer: int, rounds: Mapping[int, int], tokens: int) -> float:
+        """Returns the speed of some rounds over plain decoding of the same tokens.
+
+        Args:
+            exit_layer: of the rounds.
+            rounds: how many rounds processed how many drafts, {drafts: rounds}; at least one round.
+            tokens: that they emitted.
+
+        Raises:
+            ValueError: an exit or a number of drafts that was not measured, or no rounds.
+        """
+        seconds = sum(count * self.round_seconds(exit_layer, drafts) for drafts, count in rounds.items())
+        if not seconds:
+            raise ValueError("rounds holds none, and without rounds there is no speed.")
+        return tokens * self.seconds_per_token / seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the table as `json.dumps` takes it and `read` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, stored: Any, where: str) -> CostTable:
+        """Returns a table that was stored as JSON.
+
+        Args:
+            stored: what the JSON holds.
+            where: how messages call the place it stands in.
+
+        Raises:
+            ValueError: something is missing, of another type, or does not fit the rest.
+        """
+        names = [each.name for each in fields(cls)]
+        if not isinstance(stored, Mapping) or set(stored) != set(names):
+            found = sorted(stored) if isinstance(stored, Mapping) else stored
+            raise ValueError(f"{where} has {found!r}, where a table of costs has {', '.join(names)}; measure it anew.")
+        try:
+            return cls(
+                exit_layers=tuple(_integer(layer) for layer in stored["exit_layers"]),
+                draft_steps=tuple(_number(seconds) for seconds in stored["draft_steps"]),
+                verifications=tuple(tuple(_number(seconds) for seconds in row) for row in stored["verifications"]),
+                autoregressive_step=_number(stored["autoregressive_step"]),
+                overhead=_number(stored["overhead"]),
+                head=_number(stored["head"]),
+                draft_head=_number(stored["draft_head"]),
+                measured_on=dict(stored["measured_on"]),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def _place(self, exit_layer: int) -> int:
+        if exit_layer not in self.exit_layers:
+            raise ValueError(f"exit_layer={exit_layer} was not measured; measured are {list(self.exit_layers)}.")
+        return self.exit_layers.index(exit_layer)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is a {type(value).__name__}, not a number of seconds; measure it anew.")
+    return float(value)
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is a {type(value).__name__}, not a layer; measure it anew.")
+    return value
