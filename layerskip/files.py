@@ -30,21 +30,23 @@ def write_text(path: Path, text: str) -> None:
 
 
 def whole_lines(path: Path) -> bytes:
-    """Returns the whole lines of a file and cuts off an unfinished last one, which a killed run may have left.
+    """Returns a file without the unfinished last line that a killed run may have left; nothing where there is no file.
 
-    Nothing where there is no file.
+    Raises:
+        OSError: the file cannot be read.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """Cuts a file, where there is one, to its whole lines, so that more can be added.
 
     Raises:
         OSError: the file cannot be read or written to.
     """
-    if not path.exists():
-        return b""
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return whole
+    if path.exists():
+        os.truncate(path, len(whole_lines(path)))
 
 
 def add_lines(path: Path, lines: Sequence[str]) -> None:

@@ -249,35 +249,3 @@ def test_parts_of_another_type_are_named_with_their_row(
     data = write(tmp_path, [{"prompt": "w1"}, {"prompt": "w1", **part}])
     assert run.status("evaluate.py", "--model", chatting, "--data", data, "--exit-layers", "2") == 2
     assert f"line 2 of {data}: {next(iter(part))} is not a string" in run.capsys.readouterr().err
-
-
-def test_a_benchmark_stops_at_eos_and_counts_what_rounds_cost(checkpoint: str, tmp_path: Path, run: Runner) -> None:
-    data = write(tmp_path, [{"prompt": prompt} for prompt in PROMPTS])
-    options = ["--prompts", data, "--exit-layers", "2,3", "--num-draft-tokens", "2,4", "--stop-at-eos", "--repeats", 1]
-    found, shown = run("benchmark.py", "--model", checkpoint, *options, "--max-new-tokens", BUDGET, "--hf-early-exit")
-    assert (found["prompts"], found["stop_at_eos"]) == (3, True)
-    settings = [(arm["exit_layer"], arm["num_draft_tokens"]) for arm in found["arms"]]
-    assert settings == [(None, None)] * 2 + [(2, 2), (2, 4), (3, 2), (3, 4)] * 2
-    assert all(arm["same_as_first"] == 3 for arm in found["arms"])
-    drafting = [arm for arm in found["arms"] if arm["name"] == "self_speculative"]
-    for arm in drafting:
-        assert min(arm["c"], arm["verify_cost"], arm["predicted"]) > 0
-    assert all(arm["c"] is None for arm in found["arms"] if arm not in drafting)
-    tokens = sum(len(own_tokens(prompt)) + len(prompt.split()) - 1 for prompt in PROMPTS)
-    assert found["arms"][0]["layer_tokens"] == kit.NUM_LAYERS * tokens
-    assert "verify_cost" in shown
-
-
-def test_a_benchmark_says_how_many_ids_its_engine_drafts_from(tmp_path: Path, run: Runner) -> None:
-    """The checkpoint's number, which the command line may change; transformers drafts with the full head."""
-    folder = tmp_path / "model"
-    save_model(folder, layerskip={"format": 1, "draft_vocab_size": 20})
-    write_draft_token_ids(folder, torch.arange(40))
-    data = write(tmp_path, [{"prompt": "w44 w3"}])
-    options = ["--model", folder, "--prompts", data, "--exit-layers", "2", "--repeats", 1, "--max-new-tokens", 4]
-    for more, size in (([], 20), (["--draft-vocab-size", 5], 5), (["--draft-vocab-size", kit.VOCAB], None)):
-        found, _ = run("benchmark.py", *options, "--hf-early-exit", *more)
-        assert [arm["draft_vocab_size"] for arm in found["arms"]] == [None, None, size, None]
-        shares = [arm["outside_share"] for arm in found["arms"]]
-        assert (shares[2] is None) == (size is not None)
-        assert shares[0] is not None

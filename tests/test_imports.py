@@ -20,7 +20,7 @@ ALLOWED = {
 }
 # Pure functions: acceptance rules and cost formulas.
 PURE = ("acceptance", "cost")
-LATE = ("accelerate", "datasets", "peft", "matplotlib")
+LATE = ("accelerate", "datasets", "peft", "matplotlib", "lm_eval")
 
 
 def imported_modules(source: str, package: str) -> set[str]:

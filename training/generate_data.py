@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 import layerskip
 from layerskip.decoding.prompts import longest_first, read_prompts
+from layerskip.files import drop_unfinished_line, whole_lines
 from layerskip.program import answering_tokenizer, as_chat, load_engine, run_program
 from layerskip.prompt_file import Prompt, json_rows, prompts_of
 
@@ -99,17 +99,11 @@ def check_output(path: Path, resume: bool) -> list[Prompt]:
     if not resume:
         raise ValueError(f"--out {path} is there already; go on with --resume, or choose another file.")
     answered = []
-    for where, row in json_rows(_whole_lines(path), f"--out {path}"):
+    for where, row in json_rows(whole_lines(path), f"--out {path}"):
         if not {"prompt", "completion", "finish_reason"} <= set(row):
             raise ValueError(f"{where} is no answer of this program; choose another file.")
         answered.append(row["prompt"])
     return answered
-
-
-def _whole_lines(path: Path) -> bytes:
-    """Returns a file without the line that a killed run left unfinished."""
-    content = path.read_bytes()
-    return content[: content.rfind(b"\n") + 1]
 
 
 def without(prompts: list[Prompt], answered: list[Prompt]) -> list[Prompt]:
@@ -219,8 +213,7 @@ def run() -> None:
     if left:
         rows = read_prompts(left, tokenizer, None, engine.layered.vocab_size).rows
         left = [left[index] for index in longest_first(rows)]
-    if arguments.out.exists():
-        os.truncate(arguments.out, len(_whole_lines(arguments.out)))
+    drop_unfinished_line(arguments.out)
     report = generate_data(engine, left, arguments)
     report.already_there = len(asked) - len(left)
     print(json.dumps(report.to_dict()))

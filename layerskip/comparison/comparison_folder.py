@@ -12,7 +12,7 @@ from layerskip.comparison.arms import Rounds, Run
 from layerskip.comparison.benchmark import Sample
 from layerskip.comparison.quality import Reading
 from layerskip.decoding.cost import CostTable
-from layerskip.files import add_lines, whole_lines, write_text
+from layerskip.files import add_lines, drop_unfinished_line, whole_lines, write_text
 from layerskip.prompt_file import json_rows
 
 SETTINGS, ANSWERS, COSTS, TIMINGS = "settings.json", "answers.jsonl", "costs.json", "timings.jsonl"
@@ -67,6 +67,8 @@ class ComparisonFolder:
             raise ValueError(
                 f"--output-dir {path} holds a comparison; go on with it by --resume, or choose another folder."
             )
+        for name in (ANSWERS, TIMINGS):
+            drop_unfinished_line(path / name)
         stored = self._read(SETTINGS, dict)
         changed = sorted(name for name in stored | wanted if stored.get(name) != wanted.get(name))
         if changed:

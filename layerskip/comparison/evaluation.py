@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from layerskip.comparison.own_answers import OwnAnswer, ReferenceSums, coverage, own_answers, reference_sums
+from layerskip.comparison.losses import LossSums
+from layerskip.comparison.own_answers import OwnAnswer, coverage, own_answers, reference_sums
 from layerskip.comparison.replay import replay
 from layerskip.decoding.engine import Engine
 from layerskip.prompt_file import Prompt
@@ -50,7 +51,7 @@ class Evaluation:
 
     rows: Sequence[Row]
     answers: Sequence[OwnAnswer]
-    references: ReferenceSums | None
+    references: LossSums | None
     exit_layers: Sequence[int]
     vocabularies: Mapping[int | None, torch.Tensor | None]
     num_draft_tokens: Sequence[int]

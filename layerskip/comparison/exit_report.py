@@ -11,6 +11,7 @@ from typing import Any
 from layerskip.comparison.decided import decided_layers
 from layerskip.comparison.exit_comparison import ALL, CSV_HEADER, ExitComparison, Recommendation
 from layerskip.comparison.plots import (
+    MAX_TOKENS,
     decided_histogram,
     heat_map,
     predicted_against_measured,
@@ -20,9 +21,6 @@ from layerskip.comparison.plots import (
 from layerskip.comparison.prediction import best_cell
 from layerskip.comparison.table import format_table
 from layerskip.files import replacing, write_text
-
-# Tokens of the text whose picture is drawn.
-PICTURED = 32
 
 
 def write_report(
@@ -78,12 +76,12 @@ def draw(
 def _draw_tokens(comparison: ExitComparison, decode: Callable[[int], str], path: Path) -> None:
     """Draws what every layer would have written for the beginning of the first answer that has more than one token."""
     answer = next(answer for answer in comparison.groups()[ALL] if answer.reading.tokens)
-    choices = [row[:PICTURED] for row in answer.reading.choices]
+    choices = [row[:MAX_TOKENS] for row in answer.reading.choices]
     texts = {
-        token: decode(token) for token in {*answer.token_ids[1 : PICTURED + 1], *(t for row in choices for t in row)}
+        token: decode(token) for token in {*answer.token_ids[1 : MAX_TOKENS + 1], *(t for row in choices for t in row)}
     }
     tokens_by_layer(
-        [texts[token] for token in answer.token_ids[1 : PICTURED + 1]],
+        [texts[token] for token in answer.token_ids[1 : MAX_TOKENS + 1]],
         [[texts[token] for token in row] for row in choices],
         comparison.layers,
         decided_layers(choices, comparison.layers),

@@ -10,20 +10,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from layerskip.comparison.forced import LOGIT_ROWS, answer_states, following
+from layerskip.comparison.losses import LossSums, batch_losses
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import longest_first, read_prompts
 from layerskip.model.layered import LayeredModel
-from layerskip.training.clock import Clock
-from layerskip.training.data import Collator
-from layerskip.training.exit_settings import ExitSettings
-from layerskip.training.objective import exit_objective
 from layerskip.training.rows import RowTokenizer
-from layerskip.training.trainer import exit_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +79,7 @@ def own_answers(
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer of all layers.
+    """A greedy answer.
 
     Attributes:
         index: which prompt it answers.
@@ -99,9 +94,17 @@ class Answer:
 
 
 def answer(
-    engine: Engine, prompts: Any, max_new_tokens: int, batch_size: int, *, done: Collection[int] = ()
+    engine: Engine,
+    prompts: Any,
+    max_new_tokens: int,
+    batch_size: int,
+    *,
+    strategy: str = "autoregressive",
+    exit_layer: int | None = None,
+    num_draft_tokens: int | None = None,
+    done: Collection[int] = (),
 ) -> Iterator[list[Answer]]:
-    """Answers prompts greedily with all layers and yields the answers of each batch, the longest prompts first.
+    """Answers prompts greedily and yields the answers of each batch, the longest prompts first.
 
     A progress bar on standard error counts prompts.
 
@@ -110,6 +113,7 @@ def answer(
         prompts: a list of strings, tokenised as they stand, or of lists of messages.
         max_new_tokens: the budget of every answer.
         batch_size: prompts that are answered together; those of like length are.
+        strategy, exit_layer, num_draft_tokens: of `Engine.generate`; by default all layers answer.
         done: indices of prompts that are left out.
 
     Raises:
@@ -122,7 +126,9 @@ def answer(
             batch = order[first : first + batch_size]
             result = engine.generate(
                 [prompts[index] for index in batch],
-                strategy="autoregressive",
+                strategy=strategy,
+                exit_layer=exit_layer,
+                num_draft_tokens=num_draft_tokens,
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
                 # Fills up what is cut off here; a model that has none answers batches all the same.
@@ -188,43 +194,12 @@ def coverage(answers: Sequence[OwnAnswer], draft_token_ids: torch.Tensor) -> flo
     return sum(held) / len(held) if held else None
 
 
-@dataclass(frozen=True)
-class ReferenceSums:
-    """Summed losses on reference completions, row by row, and what they mean.
-
-    Attributes:
-        exit_layers: the exits, in the order of the columns.
-        tokens: tokens that count, `(rows,)`.
-        last: the last layer's cross entropy, `(rows,)`.
-        exits: each exit's cross entropy, `(rows, exits)`.
-        agreements: for how many tokens an exit's first choice is the last layer's, `(rows, exits)`.
-    """
-
-    exit_layers: tuple[int, ...]
-    tokens: np.ndarray
-    last: np.ndarray
-    exits: np.ndarray
-    agreements: np.ndarray
-
-    def metrics(self, rows: Sequence[int] | None = None) -> dict[str, float]:
-        """Returns `loss`, `perplexity`, and `loss_exit_E`, `perplexity_exit_E`, `agreement_exit_E` of every exit.
-
-        Args:
-            rows: which rows; all by default.
-        """
-        chosen = list(range(len(self.tokens)) if rows is None else rows)
-        sums = (self.tokens, self.last, self.exits, self.agreements)
-        return exit_metrics(self.exit_layers, *(values[chosen] for values in sums))
-
-
 def reference_sums(
     engine: Engine, rows: Mapping[str, Mapping[str, Any]], exit_layers: Sequence[int], batch_size: int
-) -> ReferenceSums:
+) -> LossSums:
     """Returns the losses of the last layer and of exits on completions as training sees them, in the order of the rows.
 
     They end with EOS, unless the `finish_reason` of their row is "length".
-
-    A progress bar on standard error counts rows.
 
     Args:
         engine: the model, with a tokenizer.
@@ -238,27 +213,12 @@ def reference_sums(
     """
     if engine.tokenizer is None or engine.tokenizer.eos_token_id is None:
         raise ValueError("losses need a tokenizer with an EOS token, which ends a completion; set tokenizer.eos_token.")
-    layered = engine.layered
-    exits = tuple(sorted(set(exit_layers)))
-    tokenised = _tokenised(rows, engine.tokenizer, layered.config.max_position_embeddings)
-    order = longest_first([row["input_ids"] for row in tokenised])
-    collate = Collator.for_tokenizer(engine.tokenizer)
-    settings = ExitSettings(exit_layers=exits, weights="equal")
-    sums = [np.zeros((len(rows), *width)) for width in ((), (), (len(exits),), (len(exits),))]
-    with (
-        tqdm(total=len(rows), desc="reading references", unit="row") as progress,
-        exit_objective(engine.model, settings, Clock(total_steps=1)),
-        torch.inference_mode(),
-    ):
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
-            inputs = collate([tokenised[index] for index in batch])
-            outputs = engine.model(**{name: values.to(layered.device) for name, values in inputs.items()})
-            found = (outputs.tokens, outputs.last, outputs.exits, outputs.agreements)
-            for values, new in zip(sums, found, strict=True):
-                values[batch] = new.cpu().numpy()
-            progress.update(len(batch))
-    return ReferenceSums(exits, *sums)
+    exits = sorted(set(exit_layers))
+    tokenised = _tokenised(rows, engine.tokenizer, engine.layered.config.max_position_embeddings)
+    sums = LossSums.zeros(len(tokenised), exits)
+    for indices, found in batch_losses(engine, tokenised, exits, batch_size, unit="row"):
+        sums.put(indices, found)
+    return sums
 
 
 def _tokenised(

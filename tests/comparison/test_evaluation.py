@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from layerskip.comparison.evaluation import Evaluation, Row
-from layerskip.comparison.own_answers import OwnAnswer, ReferenceSums
+from layerskip.comparison.losses import LossSums
+from layerskip.comparison.own_answers import OwnAnswer
 
 
 def answer(text: str, flags: list[bool], finish_reason: str = "stop") -> OwnAnswer:
@@ -32,7 +33,7 @@ def evaluation() -> Evaluation:
         answer("yes", []),
     ]
     losses = np.array([2.0, 4.0, 2.0])
-    references = ReferenceSums((2,), np.array([2.0, 2.0, 2.0]), losses, 2 * losses[:, None], losses[:, None])
+    references = LossSums((2,), np.array([2.0, 2.0, 2.0]), losses, 2 * losses[:, None], losses[:, None])
     vocabularies = {None: None, 1: torch.tensor([2])}
     return Evaluation(rows, answers, references, [2], vocabularies, [1, 4], 3)
 
