@@ -100,12 +100,6 @@ MISTAKES = [
     ("demo.py", ["--train-minutes", "0"], "--train-minutes 0 is out of range"),
     ("demo.py", ["--train-minutes", "nan"], "--train-minutes nan is out of range"),
     ("demo.py", ["--train-minutes", "1"], "do not go together, since the recipe names the model"),
-    ("benchmark.py", ["--exit-layers", "1,x"], "--exit-layers '1,x'"),
-    ("benchmark.py", ["--exit-layers", "9"], "exit_layer=9 is out of range"),
-    ("benchmark.py", ["--exit-layers", "2", "--draft-vocab-size", "8"], "draft_vocab_size=8 is out of range"),
-    ("benchmark.py", ["--exit-layers", "2", "--prompts", "prompts.csv"], "allowed are .txt and .jsonl"),
-    ("benchmark.py", ["--exit-layers", "2", "--repeats", "0"], "repeats=0"),
-    ("benchmark.py", ["--exit-layers", "2", "--max-new-tokens", "1"], "max_new_tokens=1"),
 ]
 
 
@@ -535,23 +529,6 @@ def test_the_recipe_of_the_demo_is_one_that_it_can_follow() -> None:
 
 
 # Other programs
-
-
-def test_benchmark_prints_a_table_and_ends_with_json(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--exit-layers", "1,2", "--num-draft-tokens", "3", "--max-new-tokens", "8", "--repeats", "2"]
-    assert run(monkeypatch, "benchmark.py", "--model", checkpoint, *options, "--hf-early-exit") == 0
-    lines = capsys.readouterr().out.splitlines()
-    summary = json.loads(lines[-1])
-    arms = [(arm["name"], arm["exit_layer"]) for arm in summary["arms"]]
-    speculative = [("self_speculative", 1), ("self_speculative", 2), ("hf_early_exit", 1), ("hf_early_exit", 2)]
-    assert arms == [("autoregressive", None), ("hf_generate", None), *speculative]
-    assert summary["arms"][0]["ratio"] == 1.0
-    assert all(arm["same_as_first"] == 4 for arm in summary["arms"])
-    plain, generate = summary["arms"][:2]
-    assert plain["layer_tokens"] == generate["layer_tokens"]
-    assert any(line.split()[:1] == ["hf_generate"] for line in lines)
 
 
 def test_only_strings_become_messages() -> None:
