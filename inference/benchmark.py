@@ -19,7 +19,9 @@ emitted token; `weight_bytes` and `cache_bytes`, the most keys and values alive 
 `compile_seconds`; `outside_share`, of the time outside the calls of embedding, layers, norm and head. In steps of
 plain decoding, `c` is what a draft costs, `verify_cost` what verification costs in a round, and `predicted` the
 speed-up that these two give. The table is printed after every repeat, without empty columns and with 10⁶ bytes as MB;
-the last line is JSON with everything. A method that fails is reported in both; Ctrl-C ends with what there is so far.
+the last line is JSON with everything. Where greedy answers differ from `autoregressive`'s, both say whether its logits
+had a near tie there, which rounding decides in bf16 and fp16. A method that fails is reported in both; Ctrl-C ends
+with what there is so far.
 """
 
 from __future__ import annotations
@@ -27,22 +29,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-
 from layerskip import demo
 from layerskip.comparison import arms as ways
+from layerskip.comparison.answer_audit import AnswerAudit, audit_answers
 from layerskip.comparison.arms import Arm
 from layerskip.comparison.batches import Batch, first_rows, make_batches
 from layerskip.comparison.benchmark import Measurement, Sample, category_ratios, summarise, timed, tune, warm_up
 from layerskip.comparison.hooks import Counts
+from layerskip.comparison.machine import describe_machine
 from layerskip.comparison.plots import benchmark_bars, require_matplotlib
 from layerskip.comparison.table import format_table
 from layerskip.decoding.engine import Engine
@@ -83,6 +83,7 @@ class State:
         counts: of the warm-up.
         samples: timed runs.
         failed: what was wrong with an arm.
+        audits: of greedy answers, once all are there.
     """
 
     prompts: int
@@ -92,6 +93,7 @@ class State:
     counts: dict[str, Counts] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    audits: dict[str, AnswerAudit] = field(default_factory=dict)
 
     @property
     def sound(self) -> list[Arm]:
@@ -250,7 +252,7 @@ def build_arms(
 # --- What comes out ---------------------------------------------------------------------------------------------------
 
 
-def measure(state: State, arguments: argparse.Namespace, batches: Sequence[Batch]) -> None:
+def measure(state: State, arguments: argparse.Namespace, engine: Engine, batches: Sequence[Batch]) -> None:
     """Tunes, warms up and times into `state`, and prints the tables after every repeat but the last."""
     budget, failed = arguments.max_new_tokens, state.failed
     if arguments.tune is not None:
@@ -261,6 +263,9 @@ def measure(state: State, arguments: argparse.Namespace, batches: Sequence[Batch
         if state.samples and sample.repeat > state.samples[-1].repeat:
             print_tables(state, state.figures(arguments.temperature is None))
         state.samples.append(sample)
+    if arguments.temperature is None:
+        how = {} if arguments.stop_at_eos else {"eos_token_id": None}
+        state.audits = audit_answers(engine, BASELINE, state.samples, batches, budget, pad_token_id=0, **how)
 
 
 def print_tables(state: State, measurements: Sequence[Measurement]) -> None:
@@ -275,21 +280,15 @@ def print_tables(state: State, measurements: Sequence[Measurement]) -> None:
         print("\n" + format_table(["ratio", *ratios], table))
     for label, reason in state.failed.items():
         print(f"{label}  failed: {reason}")
+    for label, audit in state.audits.items():
+        if audit.differing:
+            print(f"{label}  differs in {audit.differing} answers, at near ties in {audit.near_ties} of them")
     sys.stdout.flush()
 
 
 def _cell(row: dict[str, Any], column: str) -> Any:
     name, unit = COLUMNS[column]
     return row[name] if row[name] is None or unit == 1 else row[name] / unit
-
-
-def machine() -> str:
-    """Returns the processor's name and the number of threads."""
-    name, described = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    for line in described.read_text(encoding="utf-8").splitlines() if described.is_file() else []:
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def report(state: State, arguments: argparse.Namespace, engine: Engine, complete: bool) -> list[Measurement]:
@@ -303,17 +302,14 @@ def report(state: State, arguments: argparse.Namespace, engine: Engine, complete
     print_tables(state, measurements)
     summary = {
         "complete": complete,
-        "machine": machine(),
-        "device": str(engine.layered.device),
-        "dtype": str(engine.model.dtype),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **describe_machine(engine.model),
         "settings": vars(arguments),
         "prompts": state.prompts,
         "arms": [asdict(measurement) for measurement in measurements],
         "categories": category_ratios(state.sound, state.samples, state.categories),
         "tuning": state.tuning,
         "failed": state.failed,
+        "audits": {label: asdict(audit) for label, audit in state.audits.items()},
     }
     print(json.dumps(summary, default=str))
     return measurements
@@ -334,7 +330,7 @@ def run() -> None:
     batches, categories = make_batches(rows, engine, arguments.batch_size)
     state = State(len(rows), build_arms(arguments, methods, engine, batches), categories)
     try:
-        measure(state, arguments, batches)
+        measure(state, arguments, engine, batches)
     except KeyboardInterrupt:
         report(state, arguments, engine, complete=False)
         raise

@@ -27,8 +27,8 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from layerskip.comparison.batches import first_rows
 from layerskip.comparison.compare import Comparison, ComparisonSettings
-from layerskip.comparison.exit_comparison import spread
 from layerskip.comparison.exit_report import categories_table, exits_table, measured_table
 from layerskip.comparison.plots import require_matplotlib
 from layerskip.decoding.engine import Engine
@@ -48,7 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--exit-layers", help="such as 2,4,8, or all; by default those that were trained, else all")
     parser.add_argument("--max-num-draft-tokens", type=int, default=12, help="longest draft (default 12)")
     parser.add_argument("--draft-vocab-size", type=int, help="how many token ids to draft from; see Engine")
-    parser.add_argument("--rows", type=int, help="at most how many prompts, spread over the categories; default all")
+    parser.add_argument("--rows", type=int, help="at most how many prompts, from the first on; default all")
+    parser.add_argument("--category-rows", type=int, help="at most how many prompts of each category")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (default 64)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts that are answered together (default 8)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the expected acceptance (default 1)")
@@ -64,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Checks what can be checked without a model; raises ValueError by name."""
-    for flag in ("max_num_draft_tokens", "rows", "batch_size", "run_cells", "run_rows", "repeats"):
+    for flag in ("max_num_draft_tokens", "rows", "category_rows", "batch_size", "run_cells", "run_rows", "repeats"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             name = flag.replace("_", "-")
@@ -99,9 +100,7 @@ def run() -> None:
     check_arguments(arguments)
     require_matplotlib()
     checkpoint = writable_checkpoint(arguments.model, ROOT) if arguments.save else None
-    rows = prompt_rows(arguments.prompts)
-    if arguments.rows is not None:
-        rows = [rows[index] for index in spread([row.category for row in rows], arguments.rows)]
+    rows = first_rows(prompt_rows(arguments.prompts), arguments.rows, arguments.category_rows)
     engine = load_engine(
         arguments.model,
         ROOT,

@@ -58,7 +58,7 @@ def test_the_default_compares_three_ways_at_the_recommended_exit(checkpoint: str
     assert plain["c"] is generate["c"] is None
     assert [line.split()[:1] for line in shown.splitlines()].count(["hf_generate"]) == 2
     assert "peak_MB" not in shown
-    assert {"machine", "device", "dtype", "torch", "transformers"} < set(found)
+    assert {"processor", "threads", "device", "dtype", "versions"} < set(found)
     assert found["settings"]["max_new_tokens"] == 8
 
 

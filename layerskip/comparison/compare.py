@@ -6,16 +6,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from layerskip.comparison.arms import Batch, engine_arm
+from layerskip.comparison.arms import engine_arm
+from layerskip.comparison.batches import Batch
 from layerskip.comparison.benchmark import summarise, timed, warm_up
 from layerskip.comparison.comparison_folder import ComparisonFolder, ReadAnswer
 from layerskip.comparison.exit_comparison import ExitComparison, Recommendation, spread
 from layerskip.comparison.exit_report import draw, write_report
-from layerskip.comparison.latency import machine, measure_costs
+from layerskip.comparison.latency import measure_costs
+from layerskip.comparison.machine import describe_machine
 from layerskip.comparison.own_answers import answer
 from layerskip.comparison.prediction import cells_to_run
 from layerskip.comparison.quality import read_answers
@@ -102,8 +103,7 @@ class Comparison:
             "exit_layers": list(exit_layers),
             "draft_vocab_size": _plan(engine, exit_layers).draft_vocab_size,
             **asdict(settings),
-            **machine(engine.model),
-            "versions": {name: version(name) for name in ("layerskip", "torch", "transformers")},
+            **describe_machine(engine.model),
         }
         folder = ComparisonFolder(path, whole, resume=resume)
         found = ExitComparison(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from layerskip.comparison.machine import describe_machine
 from layerskip.decoding.choice import GreedyChoice
 from layerskip.decoding.cost import CostTable
 from layerskip.decoding.engine import Engine
@@ -122,7 +121,7 @@ def measure_costs(
         head=head,
         draft_head=draft_head,
         measured_on={
-            **machine(layered.model),
+            **describe_machine(layered.model),
             "context": len(context),
             "draft_vocab_size": plan.draft_vocab_size,
             "repeats": repeats,
@@ -156,15 +155,3 @@ def _head_seconds(choose: Callable[[], torch.Tensor], repeats: int) -> float:
         choose().tolist()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-def machine(model: Any) -> dict[str, Any]:
-    """Returns what latencies depend on beside the cell: the machine, threads, device, type and attention."""
-    return {
-        "machine": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "device": str(model.device),
-        "device_name": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attn_implementation": model.config._attn_implementation,
-    }
