@@ -5,7 +5,7 @@
 
 1. All layers answer the prompts greedily, and one more pass over the answers reads every exit: perplexity, agreement of
    its first choice with the last layer's, expected acceptance Σ min(p, q) at --temperature, and at which layer each
-   token is decided for good.
+   token is decided for good. Penalties and the like in generation_config.json are left out: a replay cannot see them.
 2. The cost of a draft and of a verification of every width is measured on this machine with rounds of the engine.
 3. Greedy rounds are replayed for every exit and draft length from which choices were right, and their exact counts
    times the costs predict the speed over plain decoding.
@@ -79,7 +79,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def choose_exit_layers(text: str | None, engine: Engine) -> tuple[int, ...]:
     """Returns the exits to compare: those given, else those that were trained, else all; raises ValueError."""
     num_layers = engine.layered.num_layers
-    trained = sorted(engine.metadata.exit_layers)
+    trained = sorted(set(engine.metadata.exit_layers))
     if text == "all" or (text is None and not trained):
         check_exit_layer(1, num_layers)
         return tuple(range(1, num_layers))

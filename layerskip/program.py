@@ -80,15 +80,13 @@ def writable_checkpoint(model: str, checkout: Path) -> Path:
     Raises:
         ValueError: there is no such folder, or it is not the user's own.
     """
-    if model == "demo":
-        return difference_folder(checkout)
     if model == "demo-base":
         raise ValueError("--save cannot write into --model demo-base, whose files are checked; copy its folder first.")
-    folder = Path(model)
+    folder = difference_folder(checkout) if model == "demo" else Path(model)
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ValueError(f"--save needs a local checkpoint, and --model {model} is no folder that holds one.")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--save cannot write into the folder --model {model}; copy it first.")
+        raise ValueError(f"--save cannot write into {folder}, the folder of --model {model}; copy it first.")
     return folder
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerskip.comparison.arms import engine_arm
 from layerskip.comparison.batches import Batch
@@ -18,13 +18,18 @@ from layerskip.comparison.exit_report import draw, write_report
 from layerskip.comparison.latency import measure_costs
 from layerskip.comparison.machine import describe_machine
 from layerskip.comparison.own_answers import answer
+from layerskip.comparison.plain_greedy import plain_greedy
 from layerskip.comparison.prediction import cells_to_run
 from layerskip.comparison.quality import read_answers
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import Plan, Wishes
+from layerskip.decoding.prompts import read_prompts
 from layerskip.model.draft_head import TENSORS_FILE, write_draft_token_ids
 from layerskip.model.metadata import update_metadata
 from layerskip.prompt_file import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,17 @@ class Comparison:
 
         Raises:
             OSError, ValueError: as `ComparisonFolder`.
+            TypeError, ValueError: prompts that cannot be read, or are too long for the model.
         """
+        rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
+        # What follows has to fit as well: an answer, and behind half of one the longest round.
+        ahead = max(settings.max_new_tokens, settings.max_new_tokens // 2 + settings.max_num_draft_tokens + 3)
+        engine.layered.check_length(max(map(len, rows)) + ahead)
         whole = {
             **about,
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+            "categories": list(categories),
+            "weights_sha256": _fingerprint(engine.model),
             "exit_layers": list(exit_layers),
             "draft_vocab_size": _plan(engine, exit_layers).draft_vocab_size,
             **asdict(settings),
@@ -124,21 +136,22 @@ class Comparison:
         """
         settings, engine, answers = self.settings, self.engine, self.found.answers
         drafted = engine.drafted_token_ids(_plan(engine, self.found.exit_layers))
-        for batch in answer(engine, self.prompts, settings.max_new_tokens, settings.batch_size, done=answers):
-            readings = read_answers(
-                engine.layered,
-                [made.prompt_ids for made in batch],
-                [made.token_ids for made in batch],
-                self.found.exit_layers,
-                draft_token_ids=drafted,
-                temperature=settings.temperature,
-            )
-            read = [
-                ReadAnswer(made.index, made.prompt_ids, made.token_ids, made.finish_reason, reading)
-                for made, reading in zip(batch, readings, strict=True)
-            ]
-            self.folder.add_answers(read)
-            answers.update({made.index: made for made in read})
+        with plain_greedy(engine.model):
+            for batch in answer(engine, self.prompts, settings.max_new_tokens, settings.batch_size, done=answers):
+                readings = read_answers(
+                    engine.layered,
+                    [made.prompt_ids for made in batch],
+                    [made.token_ids for made in batch],
+                    self.found.exit_layers,
+                    draft_token_ids=drafted,
+                    temperature=settings.temperature,
+                )
+                read = [
+                    ReadAnswer(made.index, made.prompt_ids, made.token_ids, made.finish_reason, reading)
+                    for made, reading in zip(batch, readings, strict=True)
+                ]
+                self.folder.add_answers(read)
+                answers.update({made.index: made for made in read})
         if not any(made.reading.tokens for made in answers.values()):
             raise ValueError("every answer ends with its first token, so that nothing can be drafted; pass others.")
         self.write()
@@ -172,11 +185,12 @@ class Comparison:
         batches = [Batch.of([self.found.answers[index].prompt_ids], engine.layered.device) for index in indices]
         samples = self.folder.samples()
         done = {(sample.arm, sample.batch, sample.repeat) for sample in samples}
-        if len(done) < len(arms) * len(batches) * settings.repeats:
-            warm_up(arms, batches, settings.max_new_tokens)
-        for sample in timed(arms, batches, settings.max_new_tokens, settings.repeats, done=done):
-            self.folder.add_sample(sample)
-            samples.append(sample)
+        with plain_greedy(engine.model):
+            if len(done) < len(arms) * len(batches) * settings.repeats:
+                warm_up(arms, batches, settings.max_new_tokens)
+            for sample in timed(arms, batches, settings.max_new_tokens, settings.repeats, done=done):
+                self.folder.add_sample(sample)
+                samples.append(sample)
         self.found = self.found.with_measured(cells, summarise(arms, samples))
         return self.found.recommendation(self.is_trained)
 
@@ -226,6 +240,16 @@ class Comparison:
                 "cost_table": costs.to_dict(),
             },
         )
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Returns a hash of some values of every weight, which training would change."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        some = values[:: max(1, len(values) // 64)].float().cpu()
+        digest.update(name.encode() + some.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _plan(engine: Engine, exit_layers: Sequence[int]) -> Plan:

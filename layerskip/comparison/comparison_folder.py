@@ -67,8 +67,6 @@ class ComparisonFolder:
             raise ValueError(
                 f"--output-dir {path} holds a comparison; go on with it by --resume, or choose another folder."
             )
-        for name in (ANSWERS, TIMINGS):
-            drop_unfinished_line(path / name)
         stored = self._read(SETTINGS, dict)
         changed = sorted(name for name in stored | wanted if stored.get(name) != wanted.get(name))
         if changed:
@@ -76,15 +74,17 @@ class ComparisonFolder:
                 f"--output-dir {path} holds a comparison with other settings ({', '.join(changed)} differ); go on with "
                 f"what stands in its {SETTINGS}, or choose another folder."
             )
+        for name in (ANSWERS, TIMINGS):
+            drop_unfinished_line(path / name)
 
     def answers(self) -> dict[int, ReadAnswer]:
-        """Returns the answers so far, by the index of their prompt."""
-        answers = [ReadAnswer(**{**row, "reading": Reading(**row["reading"])}) for row in self._lines(ANSWERS)]
+        """Returns the answers so far, by the index of their prompt; raises ValueError by line where one is damaged."""
+        answers = self._lines(ANSWERS, lambda row: ReadAnswer(**{**row, "reading": Reading(**row["reading"])}))
         return {answer.index: answer for answer in answers}
 
     def add_answers(self, answers: Sequence[ReadAnswer]) -> None:
         """Adds the answers of a batch."""
-        add_lines(self.path / ANSWERS, [json.dumps(_rounded(asdict(answer))) for answer in answers])
+        add_lines(self.path / ANSWERS, [json.dumps(asdict(answer)) for answer in answers])
 
     def costs(self) -> CostTable | None:
         """Returns the table of costs, where it has been measured."""
@@ -97,23 +97,21 @@ class ComparisonFolder:
         write_text(self.path / COSTS, json.dumps(costs.to_dict(), indent=2) + "\n")
 
     def samples(self) -> list[Sample]:
-        """Returns the timed runs so far."""
-        return [
-            Sample(
-                **{
-                    **row,
-                    "run": Run(**{**row["run"], "rounds": row["run"]["rounds"] and Rounds(**row["run"]["rounds"])}),
-                }
-            )
-            for row in self._lines(TIMINGS)
-        ]
+        """Returns the timed runs so far; raises ValueError by line where one is damaged."""
+        return self._lines(TIMINGS, _sample)
 
     def add_sample(self, sample: Sample) -> None:
         """Adds a timed run."""
         add_lines(self.path / TIMINGS, [json.dumps(asdict(sample))])
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        return [row for _, row in json_rows(whole_lines(self.path / name), str(self.path / name))]
+    def _lines(self, name: str, read: Callable[[dict[str, Any]], Read]) -> list[Read]:
+        path, found = self.path / name, []
+        for where, row in json_rows(whole_lines(path), str(path)):
+            try:
+                found.append(read(row))
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{where} is damaged ({error!r}); choose another --output-dir.") from error
+        return found
 
     def _read(self, name: str, read: Callable[[Any], Read]) -> Read:
         try:
@@ -122,10 +120,8 @@ class ComparisonFolder:
             raise ValueError(f"{self.path / name} is damaged ({error}); choose another --output-dir.") from error
 
 
-def _rounded(value: Any) -> Any:
-    """Returns JSON data whose floats have six digits, which is what fp32 holds."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value
+def _sample(row: dict[str, Any]) -> Sample:
+    """Returns a timed run that was written as JSON."""
+    run = row["run"]
+    rounds = None if run["rounds"] is None else Rounds(**run["rounds"])
+    return Sample(**{**row, "run": Run(**{**run, "rounds": rounds})})

@@ -25,6 +25,7 @@ CSV_HEADER = (
     "tokens_per_round",
     "draft_acceptance_rate",
     "predicted",
+    "predicted_run",
     "measured",
     "lowest",
     "highest",
@@ -80,7 +81,8 @@ class ExitComparison:
         groups = {ALL: [self.answers[index] for index in sorted(self.answers)]}
         for index, category in enumerate(self.categories):
             if category is not None and index in self.answers:
-                groups.setdefault(category, []).append(self.answers[index])
+                name = f"category {ALL}" if category == ALL else category
+                groups.setdefault(name, []).append(self.answers[index])
         return groups
 
     def quality(self) -> dict[str, list[ExitQuality]]:
@@ -169,7 +171,10 @@ class ExitComparison:
         }
 
     def csv_rows(self) -> list[list[Any]]:
-        """Returns a row of `CSV_HEADER` for each exit and γ; before costs are measured, one for each exit."""
+        """Returns a row of `CSV_HEADER` for each exit and γ; before costs are measured, one for each exit.
+
+        `predicted` is about all prompts, `predicted_run` and what follows about those that were run for real.
+        """
         exits = {each.exit_layer: each for each in self.quality()[ALL]}
         real = {each.cell.place: each for each in self.measured}
         rows: list[list[Any]] = []
@@ -178,7 +183,8 @@ class ExitComparison:
             rows.append([*cell.place, quality.perplexity, quality.agreement, quality.expected_acceptance])
             rows[-1] += self._costs_of(cell)
             rows[-1] += [cell.tokens_per_round, cell.draft_acceptance_rate, cell.predicted]
-            rows[-1] += [None] * 4 if run is None else [run.measured, run.lowest, run.highest, run.error]
+            real_run = run and [run.cell.predicted, run.measured, run.lowest, run.highest, run.error]
+            rows[-1] += real_run or [None] * 5
         if not rows:
             blank = [None] * (len(CSV_HEADER) - 5)
             for layer in self.exit_layers if exits else ():

@@ -20,8 +20,9 @@ from layerskip.decoding.plan import Wishes
 from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.stopping import Stops
 from layerskip.model.draft_head import DraftHead
+from layerskip.model.layered import LayeredModel
 
-# Rounds between two prefills, each of which leaves one token more in the cache.
+# Rounds between two prefills at most, each of which leaves one token more in the cache.
 ROUNDS_PER_TEXT = 64
 # Steps of plain decoding in a pass over all cells, since every ratio is over them.
 PLAIN_STEPS = 5
@@ -74,6 +75,10 @@ def measure_costs(
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} measures nothing; pass 1 or more.")
+    if not exit_layers or list(exit_layers) != sorted(set(exit_layers)):
+        raise ValueError(f"exit_layers={list(exit_layers)} must be one or more layers, rising.")
+    if not context:
+        raise ValueError("context is empty; pass the token ids of a text, one or more.")
     layered = engine.layered
     plan = engine.plan("self_speculative", Wishes(exit_layers[0], max_num_draft_tokens))
     for exit_layer in exit_layers:
@@ -82,16 +87,17 @@ def measure_costs(
     drafted_ids = engine.drafted_token_ids(plan)
     cells = [(exit_layer, drafts) for exit_layer in exit_layers for drafts in range(max_num_draft_tokens + 1)]
     cells += [(layered.num_layers, 0)] * PLAIN_STEPS
-    budget = min(len(cells), ROUNDS_PER_TEXT) + max_num_draft_tokens + 2
-    layered.check_length(len(context) + budget)
-    settings = DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(budget))
+    rounds = _rounds_per_text(layered, len(context), max_num_draft_tokens)
+    settings = DecodeSettings(
+        layered.num_layers, layered.num_layers, 0, Stops(min(len(cells), rounds) + max_num_draft_tokens + 2)
+    )
     draws = random.Random(0)
     samples = _Samples()
     with tqdm(total=len(cells) * (repeats + 1), desc="measuring costs", unit="round") as progress:
         for turn in range(repeats + 1):
             order = draws.sample(cells, len(cells))
-            for first in range(0, len(order), ROUNDS_PER_TEXT):
-                part = order[first : first + ROUNDS_PER_TEXT]
+            for first in range(0, len(order), rounds):
+                part = order[first : first + rounds]
                 loop = DecodeLoop(
                     layered, [list(context)], settings, choice=RejectingChoice(), draft_token_ids=drafted_ids
                 )
@@ -127,6 +133,20 @@ def measure_costs(
             "repeats": repeats,
         },
     )
+
+
+def _rounds_per_text(layered: LayeredModel, context: int, max_num_draft_tokens: int) -> int:
+    """Returns how many rounds follow a prefill: fewer where the model has no positions for more."""
+    rounds = ROUNDS_PER_TEXT
+    while rounds > 1:
+        try:
+            layered.check_length(context + rounds + max_num_draft_tokens + 2)
+        except ValueError:
+            rounds //= 2
+        else:
+            return rounds
+    layered.check_length(context + rounds + max_num_draft_tokens + 2)
+    return rounds
 
 
 @torch.inference_mode()

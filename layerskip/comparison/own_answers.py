@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from layerskip.comparison.forced import LOGIT_ROWS, answer_states, following
 from layerskip.comparison.losses import LossSums, batch_losses
+from layerskip.comparison.plain_greedy import plain_greedy
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import longest_first, read_prompts
 from layerskip.model.layered import LayeredModel
@@ -69,11 +70,12 @@ def own_answers(
         TypeError, ValueError: what `Engine.generate` refuses.
     """
     answers: dict[int, OwnAnswer] = {}
-    for batch in answer(engine, prompts, max_new_tokens, batch_size):
-        prompt_ids, new_tokens = [made.prompt_ids for made in batch], [made.token_ids for made in batch]
-        matches = exit_matches(engine.layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
-        for made, found in zip(batch, matches, strict=True):
-            answers[made.index] = OwnAnswer(made.prompt_ids, made.token_ids, made.text, made.finish_reason, found)
+    with plain_greedy(engine.model):
+        for batch in answer(engine, prompts, max_new_tokens, batch_size):
+            prompt_ids, new_tokens = [made.prompt_ids for made in batch], [made.token_ids for made in batch]
+            matches = exit_matches(engine.layered, prompt_ids, new_tokens, exit_layers, draft_token_ids)
+            for made, found in zip(batch, matches, strict=True):
+                answers[made.index] = OwnAnswer(made.prompt_ids, made.token_ids, made.text, made.finish_reason, found)
     return [answers[index] for index in range(len(answers))]
 
 

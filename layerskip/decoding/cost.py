@@ -129,9 +129,9 @@ class CostTable:
                 overhead=_number(stored["overhead"]),
                 head=_number(stored["head"]),
                 draft_head=_number(stored["draft_head"]),
-                measured_on=dict(stored["measured_on"]),
+                measured_on=_conditions(stored["measured_on"]),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error
 
     def _place(self, exit_layer: int) -> int:
@@ -144,6 +144,12 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is a {type(value).__name__}, not a number of seconds; measure it anew.")
     return float(value)
+
+
+def _conditions(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"measured_on={value!r} is a {type(value).__name__}, not an object; measure it anew.")
+    return dict(value)
 
 
 def _integer(value: Any) -> int:

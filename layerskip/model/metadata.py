@@ -101,7 +101,10 @@ def update_metadata(folder: Path, changes: Mapping[str, Any]) -> None:
     """
     config = folder / "config.json"
     path = config if config.is_file() else folder / ADAPTER_FILE
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object.")
     stored = content.get(KEY) if path == config else content

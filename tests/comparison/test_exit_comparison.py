@@ -82,6 +82,10 @@ def test_prompts_without_a_category_count_to_all_alone() -> None:
     assert found.quality()["all"] == FOUND.quality()["all"]
 
 
+def test_a_category_that_is_called_all_is_not_counted_twice() -> None:
+    assert replace(FOUND, categories=("all", "code")).quality()["all"] == FOUND.quality()["all"]
+
+
 def test_an_answer_without_drafts_changes_no_figure() -> None:
     more = replace(FOUND, categories=("chat", "code", "empty"), answers={**ANSWERS, 2: read(2, [], [], [])})
     assert more.quality() == {**FOUND.quality(), "empty": []}
@@ -170,6 +174,7 @@ def test_a_row_of_the_csv_is_an_exit_and_a_draft_length() -> None:
         "tokens_per_round": 2.0,
         "draft_acceptance_rate": 0.5,
         "predicted": 1.0,
+        "predicted_run": 1.0,
         "measured": 0.5,
         "lowest": 0.25,
         "highest": 2.0,

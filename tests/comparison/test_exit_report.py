@@ -59,7 +59,6 @@ def test_a_report_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     ("stage", "names"),
     [
         ("nothing", []),
-        ("answers", ["quality.png", "decided.png", "tokens.png"]),
         ("runs", ["quality.png", "decided.png", "tokens.png", "heatmap.png", "predicted.png"]),
     ],
 )

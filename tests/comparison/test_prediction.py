@@ -24,7 +24,7 @@ LONGEST = 6
 BUDGET = 16
 PROMPTS = [kit.PROMPT, [44, 3], [30, 31, 32, 33, 34], [2]]
 SOME_IDS = torch.arange(1, kit.VOCAB, 2)
-# Exit 2 drafts at a fifth of a step; a verification costs more the wider it is.
+# Lower exits draft faster; a verification costs more the wider it is.
 COSTS = CostTable(
     exit_layers=(1, 2, 3),
     draft_steps=(0.125, 0.25, 0.5),

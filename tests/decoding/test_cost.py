@@ -173,7 +173,7 @@ def test_what_is_no_table_is_refused_with_the_place_it_stands_in(stored: Any) ->
         # Found a fault: taken for an empty mapping.
         ("measured_on", []),
         # Found a fault: an OverflowError, since JSON holds integers of any size.
-        ("head", 10**400),
+        pytest.param("head", 10**400, id="head-too large"),
     ],
 )
 def test_a_part_that_is_wrong_is_refused_with_the_place_it_stands_in(name: str, value: Any) -> None:
