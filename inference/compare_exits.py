@@ -55,7 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="of the expected acceptance (default 1)")
     parser.add_argument("--run-cells", type=int, default=6, help="how many cells to run for real (default 6)")
     parser.add_argument("--run-rows", type=int, default=12, help="on how many of the prompts (default 12)")
-    parser.add_argument("--repeats", type=int, default=3, help="passes over these, and over all costs (default 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="passes over these (default 3)")
+    parser.add_argument("--cost-repeats", type=int, default=7, help="passes over all costs (default 7)")
     parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16 or float32")
     parser.add_argument("--device", help="cpu, cuda, …; by default CUDA where there is a device")
     parser.add_argument("--save", action="store_true", help="write the recommendation and costs into the checkpoint")
@@ -65,7 +66,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Checks what can be checked without a model; raises ValueError by name."""
-    for flag in ("max_num_draft_tokens", "rows", "category_rows", "batch_size", "run_cells", "run_rows", "repeats"):
+    for flag in (
+        "max_num_draft_tokens",
+        "rows",
+        "category_rows",
+        "batch_size",
+        "run_cells",
+        "run_rows",
+        "repeats",
+        "cost_repeats",
+    ):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             name = flag.replace("_", "-")

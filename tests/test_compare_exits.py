@@ -95,7 +95,7 @@ def edit(folder: Path, **entries: Any) -> Path:
 def arguments(model: Path | str, prompts: Path, output: Path, *more: Any) -> list[Any]:
     """A comparison of few cells, each run for real on two prompts and twice."""
     options = ["--max-new-tokens", BUDGET, "--max-num-draft-tokens", 3, "--batch-size", 2]
-    options += ["--run-cells", 2, "--run-rows", 2, "--repeats", 2]
+    options += ["--run-cells", 2, "--run-rows", 2, "--repeats", 2, "--cost-repeats", 2]
     return [PROGRAM, "--model", model, "--prompts", prompts, "--output-dir", output, *options, *more]
 
 

@@ -43,7 +43,8 @@ class ComparisonSettings:
         temperature: of the expected acceptance, above 0.
         run_cells: how many cells are run for real.
         run_rows: on how many of the prompts, spread over their categories.
-        repeats: passes over these, and over all costs.
+        repeats: passes over these.
+        cost_repeats: passes over all costs.
     """
 
     max_num_draft_tokens: int = 12
@@ -53,6 +54,7 @@ class ComparisonSettings:
     run_cells: int = 6
     run_rows: int = 12
     repeats: int = 3
+    cost_repeats: int = 7
 
 
 @dataclass
@@ -163,7 +165,7 @@ class Comparison:
         by_length = sorted(self.found.answers.values(), key=lambda made: len(made.prompt_ids) + len(made.token_ids))
         middle = by_length[len(by_length) // 2]
         context = middle.prompt_ids + middle.token_ids[: len(middle.token_ids) // 2]
-        longest, repeats = self.settings.max_num_draft_tokens, self.settings.repeats
+        longest, repeats = self.settings.max_num_draft_tokens, self.settings.cost_repeats
         costs = measure_costs(self.engine, self.found.exit_layers, longest, context, repeats)
         self.folder.write_costs(costs)
         self.found = replace(self.found, costs=costs)

@@ -23,7 +23,7 @@ from tests import kit
 EOS = 35
 EXITS = (1, 2, 3)
 SETTINGS = ComparisonSettings(
-    max_num_draft_tokens=3, max_new_tokens=10, batch_size=2, run_cells=2, run_rows=2, repeats=2
+    max_num_draft_tokens=3, max_new_tokens=10, batch_size=2, run_cells=2, run_rows=2, repeats=2, cost_repeats=2
 )
 ONCE = replace(SETTINGS, repeats=1)
 # What is timed in all: plain decoding and every cell, on every prompt in every repeat.
