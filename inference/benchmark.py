@@ -9,7 +9,8 @@ Methods: `autoregressive` (always first: what the others are compared with) and 
 `hf_generate` is plain `generate`; `hf_early_exit` its `assistant_early_exit`; `hf_prompt_lookup` drafts what followed
 the same words before; `hf_compiled` has a static cache and compiled steps; `hf_assistant` drafts with
 --assistant-model. Exits and draft lengths span a grid, of which each cell is measured; with --tune N each method first
-runs all of its cells on the first N prompts, and only its fastest is measured. All can draw tokens (--temperature).
+runs all of its cells on N of the prompts, spread over their categories, and only its fastest is measured, on all. All
+can draw tokens (--temperature).
 
 Everything is warmed up on the same prompts. Then all arms answer each prompt in turn, with the same number of tokens
 unless --stop-at-eos lets answers end as they do in use. Speeds are medians over repeats, without the time to the first
@@ -17,11 +18,10 @@ token, which is `prefill_seconds`; below a `ratio` of 1 an arm is slower than `a
 the answers that are `autoregressive`'s token by token. Counted in the warm-up: `layer_tokens`, layers × tokens for each
 emitted token; `weight_bytes` and `cache_bytes`, the most keys and values alive at once; `peak_bytes` of a CUDA device;
 `compile_seconds`; `outside_share`, of the time outside the calls of embedding, layers, norm and head. In steps of
-plain decoding, `c` is what a draft costs, `verify_cost` what verification costs in a round, and `predicted` the
-speed-up that these two give. The table is printed after every repeat, without empty columns and with 10⁶ bytes as MB;
-the last line is JSON with everything. Where greedy answers differ from `autoregressive`'s, both say whether its logits
-had a near tie there, which rounding decides in bf16 and fp16. A method that fails is reported in both; Ctrl-C ends
-with what there is so far.
+plain decoding, `c` is what a draft costs, and `verify_cost` all the rest of a round. The table is printed after every
+repeat, without empty columns and with 10⁶ bytes as MB; the last line is JSON with everything. Where greedy answers
+differ from `autoregressive`'s, both say whether its logits had a near tie there, which rounding decides in bf16 and
+fp16. A method that fails is reported in both; Ctrl-C ends with what there is so far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from layerskip import demo
 from layerskip.comparison import arms as ways
 from layerskip.comparison.answer_audit import AnswerAudit, audit_answers
 from layerskip.comparison.arms import Arm
-from layerskip.comparison.batches import Batch, first_rows, make_batches
+from layerskip.comparison.batches import Batch, first_rows, make_batches, spread
 from layerskip.comparison.benchmark import Measurement, Sample, category_ratios, summarise, timed, tune, warm_up
 from layerskip.comparison.hooks import Counts
 from layerskip.comparison.machine import describe_machine
@@ -47,7 +47,7 @@ from layerskip.comparison.plots import benchmark_bars, require_matplotlib
 from layerskip.comparison.table import format_table
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS, check_exit_layer, check_num_draft_tokens
-from layerskip.program import load_engine, read_numbers, run_program
+from layerskip.program import check_least, load_engine, read_numbers, run_program
 from layerskip.prompt_file import PromptRow, prompt_rows
 
 if TYPE_CHECKING:
@@ -65,9 +65,11 @@ COLUMNS = {
     "tokens/s": ("decode_tokens_per_second", 1),
     **{name: (name, 1) for name in ("lowest", "highest", "ratio")},
     "prefill_ms": ("prefill_seconds", 1e-3),
-    **{name: (name, 1) for name in ("same_as_first", "answers", "draft_acceptance_rate", "layer_tokens")},
+    **{name: (name, 1) for name in ("same_as_first", "answers", "draft_acceptance_rate")},
+    "tokens_per_round": ("mean_acceptance_length", 1),
+    "layer_tokens": ("layer_tokens", 1),
     **{f"{name}_MB": (f"{name}_bytes", 1e6) for name in ("weight", "cache", "peak")},
-    **{name: (name, 1) for name in ("compile_seconds", "c", "verify_cost", "predicted", "outside_share")},
+    **{name: (name, 1) for name in ("compile_seconds", "c", "verify_cost", "outside_share")},
 }
 
 
@@ -122,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--methods", default=",".join(METHODS[:3]), help="default autoregressive,hf_generate,self_speculative")
     add("--exit-layers", help="such as 6,12,18; by default the checkpoint's recommended one")
     add("--num-draft-tokens", help="most drafts of a round, such as 4,8; by default the checkpoint's, else 4")
-    add("--tune", type=int, metavar="N", help="choose each method's exit and draft length on the first N prompts")
+    add("--tune", type=int, metavar="N", help="choose each method's exit and draft length on N of the prompts")
     add("--draft-vocab-size", type=int, help="how many token ids to draft from; see Engine")
     add("--assistant-model", help="for hf_assistant: a second model with the same vocabulary")
     add("--prompts", type=Path, metavar="FILE", help=".txt or .jsonl, see above; by default a few built-in ones")
@@ -150,12 +152,8 @@ def read_methods(text: str) -> list[str]:
 
 def check_arguments(arguments: argparse.Namespace, methods: Sequence[str]) -> None:
     """Checks what can be checked without a model; raises ValueError and ImportError by name."""
-    least = {"rows": 1, "category_rows": 1, "tune": 1, "batch_size": 1, "repeats": 1, "max_new_tokens": 2}
-    for name, lowest in least.items():
-        value = vars(arguments)[name]
-        if value is not None and value < lowest:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value} is out of range; allowed are integers from {lowest} on.")
+    counts = ("rows", "category_rows", "tune", "batch_size", "repeats")
+    check_least(arguments, {**dict.fromkeys(counts, 1), "max_new_tokens": 2})
     if arguments.temperature is not None and not 0 < arguments.temperature < math.inf:
         raise ValueError(f"--temperature {arguments.temperature} is out of range; without it the best token is taken.")
     users = {
@@ -257,7 +255,8 @@ def measure(state: State, arguments: argparse.Namespace, engine: Engine, batches
     budget, failed = arguments.max_new_tokens, state.failed
     if arguments.tune is not None:
         few = math.ceil(arguments.tune / arguments.batch_size)
-        state.arms, state.tuning = tune(state.arms, batches[:few], budget, failed=failed)
+        chosen = [batches[index] for index in spread(state.categories, few)]
+        state.arms, state.tuning = tune(state.arms, chosen, budget, failed=failed)
     state.counts = warm_up(state.arms, batches, budget, failed=failed)
     for sample in timed(state.sound, batches, budget, arguments.repeats, failed=failed):
         if state.samples and sample.repeat > state.samples[-1].repeat:

@@ -27,16 +27,19 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from layerskip.comparison.batches import first_rows
+from layerskip.comparison.batches import first_rows, token_rows
 from layerskip.comparison.compare import Comparison, ComparisonSettings
+from layerskip.comparison.comparison_folder import holds_comparison
 from layerskip.comparison.exit_report import categories_table, exits_table, measured_table
 from layerskip.comparison.plots import require_matplotlib
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer
-from layerskip.program import as_chat, load_engine, read_numbers, run_program, writable_checkpoint
-from layerskip.prompt_file import prompt_rows
+from layerskip.program import check_least, load_engine, read_numbers, run_program, writable_checkpoint
+from layerskip.prompt_file import as_chat, prompt_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+# What is recommended has to be faster in each of them.
+SAVED_REPEATS = 3
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -66,22 +69,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Checks what can be checked without a model; raises ValueError by name."""
-    for flag in (
-        "max_num_draft_tokens",
-        "rows",
-        "category_rows",
-        "batch_size",
-        "run_cells",
-        "run_rows",
-        "repeats",
-        "cost_repeats",
-    ):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            name = flag.replace("_", "-")
-            raise ValueError(f"--{name} {value} is out of range; allowed are integers from 1 on.")
-    if arguments.max_new_tokens < 3:
-        raise ValueError(f"--max-new-tokens {arguments.max_new_tokens} leaves no room for a draft; pass 3 or more.")
+    counts = ("max_num_draft_tokens", "rows", "category_rows", "batch_size", "run_cells", "run_rows")
+    # Fewer than three new tokens leave no room for a draft.
+    check_least(arguments, {**dict.fromkeys((*counts, "repeats", "cost_repeats"), 1), "max_new_tokens": 3})
+    if arguments.exit_layers not in (None, "all"):
+        read_numbers("--exit-layers", arguments.exit_layers)
+    if arguments.save and arguments.repeats < SAVED_REPEATS:
+        raise ValueError(
+            f"--save with --repeats {arguments.repeats} would store what may be noise; pass {SAVED_REPEATS} or more."
+        )
     if not 0 < arguments.temperature < float("inf"):
         raise ValueError(f"--temperature {arguments.temperature} is out of range; it must be above 0.")
 
@@ -109,6 +105,7 @@ def run() -> None:
     arguments = parse_arguments()
     check_arguments(arguments)
     require_matplotlib()
+    holds_comparison(arguments.output_dir, resume=arguments.resume)
     checkpoint = writable_checkpoint(arguments.model, ROOT) if arguments.save else None
     rows = first_rows(prompt_rows(arguments.prompts), arguments.rows, arguments.category_rows)
     engine = load_engine(
@@ -118,6 +115,8 @@ def run() -> None:
         dtype=arguments.dtype,
         device=arguments.device,
     )
+    # Names the file and line of a prompt that this model cannot take.
+    token_rows(rows, engine)
     comparison = Comparison.open(
         engine,
         as_chat([row.prompt for row in rows], engine.tokenizer),
@@ -128,6 +127,8 @@ def run() -> None:
         {"model": arguments.model, "prompts_file": str(arguments.prompts)},
         resume=arguments.resume,
     )
+    if comparison.about["left_out"]:
+        print(f"left out of the checkpoint's generation config: {comparison.about['left_out']}", file=sys.stderr)
     try:
         comparison.read_exits()
         print("\n" + exits_table(comparison.found), flush=True)

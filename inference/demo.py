@@ -37,14 +37,13 @@ from layerskip.program import (
     GREEN,
     RESET,
     add_color,
-    as_chat,
     difference_folder,
     load_engine,
     run_program,
     show_stream,
     use_color,
 )
-from layerskip.prompt_file import Prompt
+from layerskip.prompt_file import Prompt, as_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,8 +33,8 @@ full stop. --strategy early_exit answers from each exit alone, which is where ac
 self_speculative answers as all layers do, since its drafts are verified, and says how many answers are the same.
 
 With --compare-with a second checkpoint gets the same texts and questions, and differences (--model minus the other)
-come with a 95 % interval by paired bootstrap. An interrupted run reports what it has, and ends with status 130;
---answers holds every scored answer, and --resume goes on from it.
+come with a 95 % interval by paired bootstrap. Of these two modes an interrupted run reports what it has, and ends with
+status 130; --answers holds every scored answer, and --resume goes on from it.
 
 A string prompt goes through the chat template where the tokenizer has one. Where rows have categories, the figures are
 also given for each. The last line on standard output is JSON with everything.
@@ -58,16 +58,16 @@ import torch
 from layerskip.comparison.accuracy import Extraction, Question, arms_of, compiled, read_questions
 from layerskip.comparison.answer_log import answer_log
 from layerskip.comparison.evaluate_arguments import check_arguments, draft_lengths, taken
+from layerskip.comparison.evaluate_report import print_questions, print_text, questions_report, text_report
 from layerskip.comparison.evaluation import Evaluation, Row, evaluate
 from layerskip.comparison.own_report import answers_file, print_summary, write_answers
 from layerskip.comparison.perplexity import read_documents
-from layerskip.comparison.report import print_questions, print_text, questions_report, text_report
 from layerskip.comparison.side_by_side import Asked, Findings, Prepared, measure, prepare
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import STRATEGIES, check_exit_layer
 from layerskip.files import whole_lines
-from layerskip.program import answering_tokenizer, as_chat, load_engine, read_numbers, run_program
-from layerskip.prompt_file import prompt_rows
+from layerskip.program import answering_tokenizer, load_engine, read_numbers, run_program
+from layerskip.prompt_file import as_chat, prompt_rows
 from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
 
 if TYPE_CHECKING:
@@ -256,6 +256,7 @@ def run() -> None:
         models = {arguments.model: prepare(engine, arguments.model, asked)}
         if arguments.compare_with is not None:
             models[arguments.compare_with] = prepare_second(arguments, asked, models[arguments.model])
+        log.weights = {name: made.weights for name, made in models.items()}
         log.take_back(earlier, str(arguments.answers), dict.fromkeys(models, asked.arms))
         report: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype}
         if rows:

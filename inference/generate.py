@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from layerskip.program import add_color, as_chat, load_engine, run_program, show_stream, use_color
-from layerskip.prompt_file import prompts_of
+from layerskip.program import add_color, load_engine, run_program, show_stream, use_color
+from layerskip.prompt_file import as_chat, prompts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of a torch.Generator.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from layerskip.decoding.engine import Engine
     from layerskip.decoding.result import GenerationResult, StreamEvent
     from layerskip.decoding.text import GrowingText
-    from layerskip.prompt_file import Prompt
 
 # The demo's adapters in a checkout; they are no part of the installed package.
 DIFFERENCE = "inference/checkpoints/smollm2-135m-commands"
@@ -167,11 +166,21 @@ def answering_tokenizer(engine: Engine, model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
-    """Returns each string as a user's message where the tokenizer has a chat template; all else as it stands."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        return list(prompts)
-    return [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+def check_least(arguments: Namespace, least: Mapping[str, int]) -> None:
+    """Checks that numbers of a command line are not below the least allowed ones; those left out are `None`.
+
+    Args:
+        arguments: the command line's.
+        least: by the name of the argument.
+
+    Raises:
+        ValueError: one is; it names the flag.
+    """
+    for name, lowest in least.items():
+        value = vars(arguments)[name]
+        if value is not None and value < lowest:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value} is out of range; allowed are integers from {lowest} on.")
 
 
 def read_numbers(flag: str, text: str) -> list[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # A string, or a list of messages.
 Prompt = str | list[dict[str, Any]]
@@ -37,16 +40,6 @@ class PromptRow:
     prompt: Prompt
     category: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_lines(path: Path) -> list[str]:
-    """Returns the prompts of a text file, one a line.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds none, or is no UTF-8 text.
-    """
-    return [line for _, line in _lines(path)]
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
@@ -139,7 +132,7 @@ def _prompt_of(row: dict[str, Any], where: str) -> Prompt:
         value = value[:-1]
     if name == "turns" and value:
         value = value[0]
-    if not value:
+    if not value or (isinstance(value, str) and not value.strip()):
         raise ValueError(f"{where}: {name} holds nothing to answer.")
     return value
 
@@ -157,3 +150,10 @@ def _are_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
+    """Returns each string as a user's message where the tokenizer has a chat template; all else as it stands."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return list(prompts)
+    return [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -95,7 +95,7 @@ def edit(folder: Path, **entries: Any) -> Path:
 def arguments(model: Path | str, prompts: Path, output: Path, *more: Any) -> list[Any]:
     """A comparison of few cells, each run for real on two prompts and twice."""
     options = ["--max-new-tokens", BUDGET, "--max-num-draft-tokens", 3, "--batch-size", 2]
-    options += ["--run-cells", 2, "--run-rows", 2, "--repeats", 2, "--cost-repeats", 2]
+    options += ["--run-cells", 2, "--run-rows", 2, "--repeats", 3, "--cost-repeats", 1]
     return [PROGRAM, "--model", model, "--prompts", prompts, "--output-dir", output, *options, *more]
 
 
@@ -373,7 +373,7 @@ def test_adapters_get_metadata_of_their_own_and_what_lies_beneath_stays(
 def test_a_damaged_table_of_costs_is_named(model: Path) -> None:
     edit(model, layerskip={"format": 1, "cost_table": {**COSTS.to_dict(), "autoregressive_step": 0}})
     with pytest.raises(ValueError, match="the checkpoint's cost_table: latencies must be positive"):
-        layerskip.load(model)
+        _ = layerskip.load(model).cost_table
 
 
 # Ctrl-C, and worse
@@ -465,7 +465,9 @@ MISTAKES = [
     (["--run-cells", 0], "--run-cells 0 is out of range"),
     (["--run-rows", 0], "--run-rows 0 is out of range"),
     (["--repeats", 0], "--repeats 0 is out of range"),
-    (["--max-new-tokens", 2], "--max-new-tokens 2 leaves no room for a draft"),
+    (["--save", "--repeats", 2], "--save with --repeats 2 would store what may be noise; pass 3 or more"),
+    (["--exit-layers", "1,x"], "--exit-layers '1,x' is not a list of numbers"),
+    (["--max-new-tokens", 2], "--max-new-tokens 2 is out of range; allowed are integers from 3 on"),
     (["--temperature", 0], "--temperature 0.0 is out of range"),
     (["--temperature", "nan"], "--temperature nan is out of range"),
     (["--temperature", "inf"], "--temperature inf is out of range"),

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from layerskip import demo, program
-from layerskip.prompt_file import read_lines
+from layerskip.prompt_file import as_chat, prompts_of
 from layerskip.training.recipe import read_recipe
 from tests import kit
 from tests.test_demo import save_adapters
@@ -534,9 +534,9 @@ def test_the_recipe_of_the_demo_is_one_that_it_can_follow() -> None:
 def test_only_strings_become_messages() -> None:
     tokenizer = kit.word_tokenizer()
     messages = [{"role": "user", "content": "w2"}]
-    assert program.as_chat(["w1", messages], tokenizer) == ["w1", messages]
+    assert as_chat(["w1", messages], tokenizer) == ["w1", messages]
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    assert program.as_chat(["w1", messages], tokenizer) == [[{"role": "user", "content": "w1"}], messages]
+    assert as_chat(["w1", messages], tokenizer) == [[{"role": "user", "content": "w1"}], messages]
 
 
 def test_numbers_of_a_list_are_told_once_and_in_rising_order() -> None:
@@ -546,7 +546,7 @@ def test_numbers_of_a_list_are_told_once_and_in_rising_order() -> None:
 def test_a_mark_before_the_first_prompt_of_a_file_is_dropped(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_bytes(b"\xef\xbb\xbfw1 w5\n")
-    assert read_lines(prompts) == ["w1 w5"]
+    assert prompts_of(prompts) == ["w1 w5"]
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"\n", "holds no prompt"), (b"\xff\xfe", "is no UTF-8 text")])
@@ -554,7 +554,7 @@ def test_bad_prompt_files_are_named(tmp_path: Path, content: bytes, message: str
     prompts = tmp_path / "prompts.txt"
     prompts.write_bytes(content)
     with pytest.raises(ValueError, match=f"prompts.txt {message}"):
-        read_lines(prompts)
+        prompts_of(prompts)
 
 
 @pytest.mark.parametrize("program", ["generate.py", "demo.py", "benchmark.py"])

@@ -36,8 +36,8 @@ from tqdm import tqdm
 import layerskip
 from layerskip.decoding.prompts import longest_first, read_prompts
 from layerskip.files import drop_unfinished_line, whole_lines
-from layerskip.program import answering_tokenizer, as_chat, load_engine, run_program
-from layerskip.prompt_file import Prompt, json_rows, prompts_of
+from layerskip.program import answering_tokenizer, load_engine, run_program
+from layerskip.prompt_file import Prompt, as_chat, json_rows, prompts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

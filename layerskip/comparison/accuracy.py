@@ -193,7 +193,7 @@ def _instructed(prompt: Prompt, instruction: str | None) -> Prompt:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Answering:
     """A way to answer.
 
     Attributes:
@@ -216,15 +216,15 @@ class Arm:
         }
 
 
-AUTOREGRESSIVE = Arm("autoregressive")
+AUTOREGRESSIVE = Answering("autoregressive")
 
 
-def arms_of(strategy: str, exit_layers: Sequence[int], num_draft_tokens: Sequence[int]) -> list[Arm]:
+def arms_of(strategy: str, exit_layers: Sequence[int], num_draft_tokens: Sequence[int]) -> list[Answering]:
     """Returns the arms of a strategy: first the whole model, then each exit, or each exit and draft length."""
     if strategy == "early_exit":
-        return [AUTOREGRESSIVE, *(Arm(strategy, exit_layer) for exit_layer in exit_layers)]
+        return [AUTOREGRESSIVE, *(Answering(strategy, exit_layer) for exit_layer in exit_layers)]
     if strategy == "self_speculative":
-        grid = [Arm(strategy, exit_layer, drafts) for exit_layer in exit_layers for drafts in num_draft_tokens]
+        grid = [Answering(strategy, exit_layer, drafts) for exit_layer in exit_layers for drafts in num_draft_tokens]
         return [AUTOREGRESSIVE, *grid]
     return [AUTOREGRESSIVE]
 
@@ -252,7 +252,7 @@ def answer_questions(
     engine: Engine,
     questions: Sequence[Question],
     prompts: Sequence[Prompt],
-    arm: Arm,
+    arm: Answering,
     extraction: Extraction,
     *,
     max_new_tokens: int,

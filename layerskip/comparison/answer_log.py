@@ -8,23 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from layerskip.comparison.accuracy import Answered, Arm, Extraction, Question, score
+from layerskip.comparison.accuracy import Answered, Answering, Extraction, Question, score
 from layerskip.files import drop_unfinished_line
 from layerskip.prompt_file import json_rows
 
 # By model and arm the answers, by index of their question.
-Answers = dict[tuple[str, Arm], dict[int, Answered]]
+Answers = dict[tuple[str, Answering], dict[int, Answered]]
 
 
 class AnswerLog:
     """Answers as they come in, kept and, where there is a file, written to it.
 
-    A line of the file has `model`, `strategy`, `exit_layer`, `num_draft_tokens`, `max_new_tokens`, `dtype`, `question`
-    (its index, counted from 0), `prompt`, `references` (what they say), `category`, `answer`, `token_ids`,
+    A line of the file has `model`, `strategy`, `exit_layer`, `num_draft_tokens`, `max_new_tokens`, `dtype`, `weights`,
+    `question` (its index, counted from 0), `prompt`, `references` (what they say), `category`, `answer`, `token_ids`,
     `finish_reason`, `extracted` and `correct`.
 
     Attributes:
         answers: all of them, those of an earlier run included.
+        weights: a hash of each model's weights, which lines say as well.
     """
 
     def __init__(
@@ -39,16 +40,17 @@ class AnswerLog:
             file: open for writing; `None` for none.
         """
         self.answers: Answers = {}
+        self.weights: dict[str, str] = {}
         self._questions = questions
         self._extraction = extraction
         self._settings = dict(settings)
         self._file = file
 
-    def of(self, model: str, arm: Arm) -> dict[int, Answered]:
+    def of(self, model: str, arm: Answering) -> dict[int, Answered]:
         """Returns the answers of a model with an arm, by index of their question."""
         return self.answers.setdefault((model, arm), {})
 
-    def add(self, model: str, arm: Arm, batch: Mapping[int, Answered]) -> None:
+    def add(self, model: str, arm: Answering, batch: Mapping[int, Answered]) -> None:
         """Takes in a batch; its lines are in the file when this returns."""
         self.of(model, arm).update(batch)
         if self._file is not None:
@@ -57,12 +59,13 @@ class AnswerLog:
             self._file.write("".join(lines))
             self._file.flush()
 
-    def _line(self, model: str, arm: Arm, index: int, answered: Answered) -> dict[str, Any]:
+    def _line(self, model: str, arm: Answering, index: int, answered: Answered) -> dict[str, Any]:
         question = self._questions[index]
         return {
             "model": model,
             **arm.settings,
             **self._settings,
+            "weights": self.weights.get(model),
             "question": index,
             "prompt": question.prompt,
             "references": list(question.references),
@@ -74,7 +77,7 @@ class AnswerLog:
             "correct": answered.correct,
         }
 
-    def take_back(self, content: bytes, name: str, asked: Mapping[str, Sequence[Arm]]) -> None:
+    def take_back(self, content: bytes, name: str, asked: Mapping[str, Sequence[Answering]]) -> None:
         """Takes in the answers that an earlier run has written, without writing them again.
 
         Args:
@@ -87,7 +90,7 @@ class AnswerLog:
         """
         for where, line in json_rows(content, name):
             index = line.get("question")
-            arm = Arm(str(line.get("strategy")), line.get("exit_layer"), line.get("num_draft_tokens"))
+            arm = Answering(str(line.get("strategy")), line.get("exit_layer"), line.get("num_draft_tokens"))
             if arm not in asked.get(str(line.get("model")), ()):
                 said = {part: line.get(part) for part in ("model", *arm.settings)}
                 raise ValueError(f"{where} is of {said}, which this run does not ask; {CHOOSE}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from layerskip.comparison.batches import Batch
 from layerskip.decoding.engine import Engine
@@ -30,7 +31,8 @@ class Rounds:
         rounds: R.
         drafted, accepted: drafts, and those that were accepted.
         draft_tokens_processed: D.
-        draft_seconds, verify_seconds: what drafting and verification took.
+        draft_seconds, verify_seconds: what drafting took, and all the rest of the rounds: on a GPU a verification is
+            waited for only where its outcome is read.
     """
 
     rounds: int
@@ -49,7 +51,7 @@ class Rounds:
             accepted=statistics.accepted,
             draft_tokens_processed=statistics.draft_tokens_processed,
             draft_seconds=statistics.seconds["draft"],
-            verify_seconds=statistics.seconds["verify"],
+            verify_seconds=statistics.seconds["verify"] + statistics.seconds["other"],
         )
 
 
@@ -107,7 +109,7 @@ class Arm:
         return self.name + exit_layer + ("" if self.num_draft_tokens is None else f" γ={self.num_draft_tokens}")
 
 
-class TokenClock:
+class TokenClock(BaseStreamer):
     """A transformers streamer that notes when tokens arrive, and how many; its first `put` is the prompt."""
 
     def __init__(self) -> None:
@@ -149,6 +151,7 @@ def engine_arm(
     settings = _choosing(temperature, stop_at_eos)
 
     def generate(batch: Batch, max_new_tokens: int) -> Run:
+        clock = TokenClock() if len(batch.ids) == 1 else None
         begin = time.perf_counter()
         result = engine.generate(
             batch.ids,
@@ -157,13 +160,14 @@ def engine_arm(
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             max_new_tokens=max_new_tokens,
+            streamer=clock,
             **settings,
         )
-        seconds = time.perf_counter() - begin
-        prefill = result.statistics.seconds["prefill"]
-        tokens = result.new_token_ids
-        decoded = sum(map(len, tokens)) - len(tokens)
-        return Run(tokens, decoded, prefill, seconds - prefill, Rounds.of(result.statistics))
+        end = time.perf_counter()
+        tokens, counted = result.new_token_ids, Rounds.of(result.statistics)
+        # Nothing streams from several rows; the time of their rounds is what comes behind the first tokens.
+        first = end - counted.draft_seconds - counted.verify_seconds if clock is None else clock.arrivals[1][0]
+        return Run(tokens, sum(map(len, tokens)) - len(tokens), first - begin, end - first, counted)
 
     return Arm(
         name,
@@ -252,7 +256,7 @@ def early_exit_arm(model: PreTrainedModel, exit_layer: int, num_draft_tokens: in
         model,
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
-        drafting={"num_assistant_tokens": num_draft_tokens, "num_assistant_tokens_schedule": "constant"},
+        drafting=_drafting(num_draft_tokens),
         assistant_early_exit=exit_layer,
         **choosing,
     )
@@ -265,15 +269,21 @@ def prompt_lookup_arm(model: PreTrainedModel, num_draft_tokens: int, **choosing:
 
 
 def assistant_arm(model: PreTrainedModel, assistant: PreTrainedModel, num_draft_tokens: int, **choosing: Any) -> Arm:
-    """Returns `hf_assistant`: a second model with the same vocabulary drafts γ tokens a round."""
-    drafting = {
-        "num_assistant_tokens": num_draft_tokens,
-        # Otherwise γ changes from round to round, and a round ends at an unlikely draft.
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
+    """Returns `hf_assistant`: a second model with the same vocabulary drafts, as `early_exit_arm` γ tokens at most."""
+    drafting = _drafting(num_draft_tokens)
     options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "assistant": assistant, "drafting": drafting}
     return transformers_arm("hf_assistant", model, **options, **choosing)
+
+
+def _drafting(num_draft_tokens: int) -> dict[str, Any]:
+    """Returns how transformers drafts γ tokens at most, whatever a model's own generation config says."""
+    return {
+        "num_assistant_tokens": num_draft_tokens,
+        # Otherwise γ changes from round to round.
+        "num_assistant_tokens_schedule": "constant",
+        # Behind a draft that is less likely than this a round ends; transformers' own default, with which it is faster.
+        "assistant_confidence_threshold": 0.4,
+    }
 
 
 def compiled_arm(model: PreTrainedModel, cache_length: int, **choosing: Any) -> Arm:

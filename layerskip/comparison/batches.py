@@ -10,8 +10,7 @@ import torch
 
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import Prompts, read_prompts
-from layerskip.program import as_chat
-from layerskip.prompt_file import PromptRow
+from layerskip.prompt_file import PromptRow, as_chat
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,52 @@ def first_rows(rows: Sequence[PromptRow], limit: int | None, category_limit: int
     return kept[:limit]
 
 
+def token_rows(rows: Sequence[PromptRow], engine: Engine) -> list[list[int]]:
+    """Returns the tokens of each prompt; strings go through the chat template where the tokenizer has one.
+
+    Raises:
+        ValueError: a prompt that is empty or that the chat template refuses, which it names, or text without a
+            tokenizer.
+    """
+    tokens = []
+    for row in rows:
+        asked = as_chat([row.prompt], engine.tokenizer)
+        try:
+            tokens += read_prompts(asked, engine.tokenizer, None, engine.layered.vocab_size).rows
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from error
+    return tokens
+
+
 def make_batches(rows: Sequence[PromptRow], engine: Engine, size: int) -> tuple[list[Batch], list[str | None]]:
     """Returns prompts in batches of `size` rows of one category, and the category of each batch.
 
-    A batch stands where its last row stood; what does not fill one comes last. Strings go through the chat template
-    where the tokenizer has one.
+    A batch stands where its last row stood; what does not fill one comes last.
 
     Raises:
-        ValueError: a prompt that is empty or that the chat template refuses, or text without a tokenizer.
+        ValueError: as `token_rows`.
     """
-    asked = as_chat([row.prompt for row in rows], engine.tokenizer)
-    tokens = read_prompts(asked, engine.tokenizer, None, engine.layered.vocab_size).rows
     waiting: dict[str | None, list[list[int]]] = {}
     full: list[tuple[str | None, list[list[int]]]] = []
-    for row, ids in zip(rows, tokens, strict=True):
+    for row, ids in zip(rows, token_rows(rows, engine), strict=True):
         waiting.setdefault(row.category, []).append(ids)
         if len(waiting[row.category]) == size:
             full.append((row.category, waiting.pop(row.category)))
     full += waiting.items()
     return [Batch.of(ids, engine.layered.device) for _, ids in full], [category for category, _ in full]
+
+
+def spread(categories: Sequence[str | None], count: int) -> list[int]:
+    """Returns `count` indices at most, spread over the categories in turn and within each evenly, in rising order."""
+    by_category: dict[str | None, list[int]] = {}
+    for index, category in enumerate(categories):
+        by_category.setdefault(category, []).append(index)
+    shares = dict.fromkeys(by_category, 0)
+    for _ in range(min(count, len(categories))):
+        open_ones = [name for name, indices in by_category.items() if shares[name] < len(indices)]
+        shares[min(open_ones, key=lambda name: shares[name])] += 1
+    return sorted(
+        indices[place * len(indices) // shares[name]]
+        for name, indices in by_category.items()
+        for place in range(shares[name])
+    )

@@ -31,14 +31,11 @@ class RoundCosts:
 
     Attributes:
         c: seconds of drafting per draft that was processed.
-        verify_cost: seconds of verification per round.
-        predicted: the speed-up that these give, without what a round spends elsewhere:
-            tokens per round / (verify_cost + drafts per round · c).
+        verify_cost: seconds of all the rest per round.
     """
 
     c: float
     verify_cost: float
-    predicted: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class Measurement(Counts):
         same_as_first: answers whose every token is the first arm's, in every repeat; `None` where tokens are drawn.
         draft_acceptance_rate, mean_acceptance_length: accepted drafts over drafted ones, and tokens per round, of all
             timed runs; `None` where nothing was drafted, or not by the engine.
-        c, verify_cost, predicted: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
+        c, verify_cost: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
             or drafts nothing, and in batches of several rows.
     """
 
@@ -83,7 +80,6 @@ class Measurement(Counts):
     mean_acceptance_length: float | None
     c: float | None
     verify_cost: float | None
-    predicted: float | None
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -198,15 +194,13 @@ def round_costs(runs: Sequence[Run], seconds_per_token: float) -> RoundCosts | N
         runs: of one arm.
         seconds_per_token: of plain decoding.
     """
-    done = [(run.rounds, run.decoded) for run in runs if run.rounds is not None and len(run.token_ids) == 1]
-    rounds = sum(counted.rounds for counted, _ in done)
-    drafts = sum(counted.draft_tokens_processed for counted, _ in done)
+    done = [run.rounds for run in runs if run.rounds is not None and len(run.token_ids) == 1]
+    rounds = sum(counted.rounds for counted in done)
+    drafts = sum(counted.draft_tokens_processed for counted in done)
     if not drafts:
         return None
-    c = sum(counted.draft_seconds for counted, _ in done) / drafts / seconds_per_token
-    verify_cost = sum(counted.verify_seconds for counted, _ in done) / rounds / seconds_per_token
-    tokens = sum(decoded for _, decoded in done)
-    return RoundCosts(c, verify_cost, tokens / rounds / (verify_cost + drafts / rounds * c))
+    c = sum(counted.draft_seconds for counted in done) / drafts / seconds_per_token
+    return RoundCosts(c, sum(counted.verify_seconds for counted in done) / rounds / seconds_per_token)
 
 
 def summarise(
@@ -313,7 +307,6 @@ def _measurement(
         mean_acceptance_length=decoded / count if drafted else None,
         c=_median([cost.c for cost in made]),
         verify_cost=_median([cost.verify_cost for cost in made]),
-        predicted=_median([cost.predicted for cost in made]),
         **asdict(counts),
     )
 
@@ -336,10 +329,6 @@ def _decoding_speed(arm: Arm, runs: Sequence[Run]) -> float:
     if speed is None:
         raise ValueError(f"every answer of {arm.label} came with its first token, which leaves nothing to time.")
     return speed
-
-
-def _ratio(speeds: Sequence[float | None], firsts: Sequence[float | None]) -> float | None:
-    return _median([mine / first for mine, first in zip(speeds, firsts, strict=True) if mine and first])
 
 
 def _median(values: Sequence[float]) -> float | None:

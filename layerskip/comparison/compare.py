@@ -7,18 +7,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerskip.comparison.arms import engine_arm
-from layerskip.comparison.batches import Batch
+from layerskip.comparison.batches import Batch, spread
 from layerskip.comparison.benchmark import summarise, timed, warm_up
 from layerskip.comparison.comparison_folder import ComparisonFolder, ReadAnswer
-from layerskip.comparison.exit_comparison import ExitComparison, Recommendation, spread
+from layerskip.comparison.exit_comparison import ExitComparison, Recommendation
 from layerskip.comparison.exit_report import draw, write_report
-from layerskip.comparison.latency import measure_costs
-from layerskip.comparison.machine import describe_machine
+from layerskip.comparison.latency import ROUNDS_PER_TEXT, measure_costs
+from layerskip.comparison.machine import describe_machine, fingerprint
 from layerskip.comparison.own_answers import answer
-from layerskip.comparison.plain_greedy import plain_greedy
+from layerskip.comparison.plain_greedy import left_out, plain_greedy
 from layerskip.comparison.prediction import cells_to_run
 from layerskip.comparison.quality import read_answers
 from layerskip.decoding.engine import Engine
@@ -27,9 +27,6 @@ from layerskip.decoding.prompts import read_prompts
 from layerskip.model.draft_head import TENSORS_FILE, write_draft_token_ids
 from layerskip.model.metadata import update_metadata
 from layerskip.prompt_file import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -106,14 +103,16 @@ class Comparison:
             TypeError, ValueError: prompts that cannot be read, or are too long for the model.
         """
         rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
-        # What follows has to fit as well: an answer, and behind half of one the longest round.
-        ahead = max(settings.max_new_tokens, settings.max_new_tokens // 2 + settings.max_num_draft_tokens + 3)
+        # What follows has to fit as well: an answer, and behind half of one the rounds whose costs are measured.
+        rounds = settings.max_new_tokens // 2 + ROUNDS_PER_TEXT + settings.max_num_draft_tokens + 2
+        ahead = max(settings.max_new_tokens, rounds)
         engine.layered.check_length(max(map(len, rows)) + ahead)
         whole = {
             **about,
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
             "categories": list(categories),
-            "weights_sha256": _fingerprint(engine.model),
+            "weights_sha256": fingerprint(engine.model),
+            "left_out": left_out(engine.model),
             "exit_layers": list(exit_layers),
             "draft_vocab_size": _plan(engine, exit_layers).draft_vocab_size,
             **asdict(settings),
@@ -178,7 +177,8 @@ class Comparison:
         timeable = [index for index, made in sorted(self.found.answers.items()) if made.reading.tokens]
         categories = [self.found.categories[index] for index in timeable]
         indices = [timeable[place] for place in spread(categories, settings.run_rows)]
-        cells = cells_to_run(self.found.cells(indices), settings.run_cells)
+        places = [cell.place for cell in cells_to_run(self.found.cells(), settings.run_cells)]
+        cells = [cell for cell in self.found.cells(indices) if cell.place in places]
         arms = [engine_arm("autoregressive", engine, strategy="autoregressive", stop_at_eos=True)]
         arms += [
             engine_arm("self_speculative", engine, exit_layer=exit_layer, num_draft_tokens=drafts, stop_at_eos=True)
@@ -242,16 +242,6 @@ class Comparison:
                 "cost_table": costs.to_dict(),
             },
         )
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Returns a hash of some values of every weight, which training would change."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()
-        some = values[:: max(1, len(values) // 64)].float().cpu()
-        digest.update(name.encode() + some.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _plan(engine: Engine, exit_layers: Sequence[int]) -> Plan:

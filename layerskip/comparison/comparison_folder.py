@@ -38,6 +38,29 @@ class ReadAnswer:
     reading: Reading
 
 
+def holds_comparison(path: Path, *, resume: bool) -> bool:
+    """Whether a folder holds a comparison to go on with; not so where it is empty or missing.
+
+    Args:
+        path: the folder.
+        resume: whether a comparison that is there is to be gone on with.
+
+    Raises:
+        ValueError: it is a file, or holds something else, or a comparison that is not to be resumed.
+    """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output-dir {path} is a file; choose another folder.")
+    if not path.is_dir() or not any(path.iterdir()):
+        return False
+    if not (path / SETTINGS).is_file():
+        raise ValueError(f"--output-dir {path} is not empty and holds no comparison; choose another folder.")
+    if not resume:
+        raise ValueError(
+            f"--output-dir {path} holds a comparison; go on with it by --resume, or choose another folder."
+        )
+    return True
+
+
 class ComparisonFolder:
     """Files that grow line by line, each line whole."""
 
@@ -51,22 +74,14 @@ class ComparisonFolder:
 
         Raises:
             OSError: the folder cannot be made or written to.
-            ValueError: it holds something else, or a comparison that is not to be resumed or has other settings.
+            ValueError: as `holds_comparison`, or a comparison with other settings.
         """
         self.path = path
         wanted = json.loads(json.dumps(settings))
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--output-dir {path} is a file; choose another folder.")
-        if not path.is_dir() or not any(path.iterdir()):
+        if not holds_comparison(path, resume=resume):
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / SETTINGS, json.dumps(wanted, indent=2) + "\n")
             return
-        if not (path / SETTINGS).is_file():
-            raise ValueError(f"--output-dir {path} is not empty and holds no comparison; choose another folder.")
-        if not resume:
-            raise ValueError(
-                f"--output-dir {path} holds a comparison; go on with it by --resume, or choose another folder."
-            )
         stored = self._read(SETTINGS, dict)
         changed = sorted(name for name in stored | wanted if stored.get(name) != wanted.get(name))
         if changed:

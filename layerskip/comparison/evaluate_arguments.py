@@ -6,7 +6,7 @@ import argparse
 from typing import TypeVar
 
 from layerskip.decoding.plan import check_num_draft_tokens
-from layerskip.program import read_numbers
+from layerskip.program import check_least, read_numbers
 
 MODES = ("data", "text", "questions")
 DEFAULTS = {"strategy": "autoregressive", "max_new_tokens": 128, "batch_size": 16, "seed": 0}
@@ -19,12 +19,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if all(vars(arguments)[mode] is None for mode in MODES):
         raise ValueError("nothing is asked for; pass --data, --text or --questions, or several of them.")
     check_uses(arguments)
-    for name in ("rows", "last_rows", "max_new_tokens", "batch_size"):
-        value = vars(arguments)[name]
-        if value is not None and value < 1:
-            raise ValueError(f"{flag(name)} {value} is out of range; allowed are integers from 1 on.")
-    if arguments.seed is not None and arguments.seed < 0:
-        raise ValueError(f"--seed {arguments.seed} is out of range; allowed are integers from 0 on.")
+    check_least(arguments, {"rows": 1, "last_rows": 1, "max_new_tokens": 1, "batch_size": 1, "seed": 0})
     if arguments.rows is not None and arguments.last_rows is not None:
         raise ValueError("--rows takes the first rows and --last-rows the last ones; pass one of them.")
     if arguments.compare_with == arguments.model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -130,7 +131,10 @@ class ExitComparison:
         return replace(self, measured=found)
 
     def recommendation(self, is_trained: bool) -> Recommendation:
-        """Returns the fastest of the cells that were faster than plain decoding in every repeat; none where none was.
+        """Returns the fastest of the cells that pay; none where none does.
+
+        A cell pays that was faster than plain decoding in every repeat, and was predicted to be: either alone may be
+        noise.
 
         Args:
             is_trained: whether the checkpoint says that exits were trained.
@@ -140,7 +144,7 @@ class ExitComparison:
         """
         if not self.measured:
             raise ValueError("no cell was run for real, and predictions alone recommend none.")
-        paying = [each for each in self.measured if each.lowest > 1]
+        paying = [each for each in self.measured if each.lowest > 1 and each.cell.predicted > 1]
         best = max(paying or self.measured, key=lambda each: each.measured)
         speed = f"E={best.cell.exit_layer}, γ={best.cell.num_draft_tokens} runs at {best.measured:.2f} times"
         if paying:
@@ -152,8 +156,8 @@ class ExitComparison:
             None,
             None,
             best.measured,
-            f"no exit pays here: {advice}. None of those that were run was faster than plain decoding in every pass; "
-            f"{speed} its speed.",
+            f"no exit pays here: {advice}. None of those that were run was faster than plain decoding in every pass "
+            f"and predicted to be; {speed} its speed.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,7 +167,7 @@ class ExitComparison:
             "prompts": len(self.categories),
             "answered": len(self.answers),
             "new_tokens": sum(len(answer.token_ids) for answer in self.answers.values()),
-            "quality": {name: [asdict(each) for each in exits] for name, exits in self.quality().items()},
+            "quality": {name: [_as_json(each) for each in exits] for name, exits in self.quality().items()},
             "decided": self.decided(),
             "cost_table": None if self.costs is None else self.costs.to_dict(),
             "cells": [asdict(cell) for cell in self.cells()],
@@ -196,23 +200,12 @@ class ExitComparison:
         """Returns what a draft and the verification of a full round cost, in steps of plain decoding."""
         if self.costs is None:
             return [None, None]
-        full = self.costs.round_seconds(cell.exit_layer, cell.num_draft_tokens) - self.costs.overhead
-        step = self.costs.autoregressive_step
-        c = self.costs.c(cell.exit_layer)
-        return [c, full / step - cell.num_draft_tokens * c]
+        return [self.costs.c(cell.exit_layer), self.costs.verify_cost(*cell.place)]
 
 
-def spread(categories: Sequence[str | None], count: int) -> list[int]:
-    """Returns `count` indices at most, spread over the categories in turn and within each evenly, in rising order."""
-    by_category: dict[str | None, list[int]] = {}
-    for index, category in enumerate(categories):
-        by_category.setdefault(category, []).append(index)
-    shares = dict.fromkeys(by_category, 0)
-    for _ in range(min(count, len(categories))):
-        open_ones = [name for name, indices in by_category.items() if shares[name] < len(indices)]
-        shares[min(open_ones, key=lambda name: shares[name])] += 1
-    return sorted(
-        indices[place * len(indices) // shares[name]]
-        for name, indices in by_category.items()
-        for place in range(shares[name])
-    )
+def _as_json(quality: ExitQuality) -> dict[str, Any]:
+    """Returns the figures of an exit as JSON has them, where no number is infinite."""
+    parts = asdict(quality)
+    for part in (parts, *parts["by_position"]):
+        part["perplexity"] = part["perplexity"] if math.isfinite(part["perplexity"]) else None
+    return parts

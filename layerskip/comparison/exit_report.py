@@ -123,7 +123,7 @@ def categories_table(comparison: ExitComparison) -> str:
 
 def measured_table(comparison: ExitComparison) -> str:
     """Returns a line for each cell that was run for real, beside what was predicted."""
-    header = ["E", "γ", "tokens_per_round", "replayed", "predicted", "measured", "spread", "error", "same_as_plain"]
+    header = ["E", "γ", "tokens_per_round", "replayed", "predicted_run", "measured", "spread", "error", "same_as_plain"]
     rows = [
         [
             str(each.cell.exit_layer),

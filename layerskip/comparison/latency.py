@@ -20,10 +20,9 @@ from layerskip.decoding.plan import Wishes
 from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.stopping import Stops
 from layerskip.model.draft_head import DraftHead
-from layerskip.model.layered import LayeredModel
 
 # Rounds between two prefills at most, each of which leaves one token more in the cache.
-ROUNDS_PER_TEXT = 64
+ROUNDS_PER_TEXT = 16
 # Steps of plain decoding in a pass over all cells, since every ratio is over them.
 PLAIN_STEPS = 5
 
@@ -39,19 +38,20 @@ class RejectingChoice(GreedyChoice):
 
 @dataclass
 class _Samples:
-    """Seconds of rounds: of draft steps and verifications by (exit, drafts), and of what is beside."""
+    """Seconds of draft steps by exit, and of the rest of a round by (exit, drafts)."""
 
     drafts: dict[int, list[float]] = field(default_factory=dict)
     verifications: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    others: list[float] = field(default_factory=list)
 
     def add(self, exit_layer: int, drafts: int, seconds: dict[str, float]) -> None:
-        """Notes a round by its phases; the draft phase of a round without drafts counts to its verification."""
+        """Notes a round by its phases; the draft phase of a round without drafts counts to its verification.
+
+        So does what follows: on a GPU the verification is waited for only when its outcome is read there.
+        """
         if drafts:
             self.drafts.setdefault(exit_layer, []).append(seconds["draft"] / drafts)
-        verify = seconds["verify"] + (0 if drafts else seconds["draft"])
+        verify = seconds["verify"] + seconds["other"] + (0 if drafts else seconds["draft"])
         self.verifications.setdefault((exit_layer, drafts), []).append(verify)
-        self.others.append(seconds["other"])
 
 
 def measure_costs(
@@ -87,17 +87,16 @@ def measure_costs(
     drafted_ids = engine.drafted_token_ids(plan)
     cells = [(exit_layer, drafts) for exit_layer in exit_layers for drafts in range(max_num_draft_tokens + 1)]
     cells += [(layered.num_layers, 0)] * PLAIN_STEPS
-    rounds = _rounds_per_text(layered, len(context), max_num_draft_tokens)
-    settings = DecodeSettings(
-        layered.num_layers, layered.num_layers, 0, Stops(min(len(cells), rounds) + max_num_draft_tokens + 2)
-    )
+    budget = ROUNDS_PER_TEXT + max_num_draft_tokens + 2
+    layered.check_length(len(context) + budget)
+    settings = DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(budget))
     draws = random.Random(0)
     samples = _Samples()
     with tqdm(total=len(cells) * (repeats + 1), desc="measuring costs", unit="round") as progress:
         for turn in range(repeats + 1):
             order = draws.sample(cells, len(cells))
-            for first in range(0, len(order), rounds):
-                part = order[first : first + rounds]
+            for first in range(0, len(order), ROUNDS_PER_TEXT):
+                part = order[first : first + ROUNDS_PER_TEXT]
                 loop = DecodeLoop(
                     layered, [list(context)], settings, choice=RejectingChoice(), draft_token_ids=drafted_ids
                 )
@@ -123,7 +122,6 @@ def measure_costs(
             for exit_layer in exit_layers
         ),
         autoregressive_step=plain,
-        overhead=statistics.median(samples.others),
         head=head,
         draft_head=draft_head,
         measured_on={
@@ -133,20 +131,6 @@ def measure_costs(
             "repeats": repeats,
         },
     )
-
-
-def _rounds_per_text(layered: LayeredModel, context: int, max_num_draft_tokens: int) -> int:
-    """Returns how many rounds follow a prefill: fewer where the model has no positions for more."""
-    rounds = ROUNDS_PER_TEXT
-    while rounds > 1:
-        try:
-            layered.check_length(context + rounds + max_num_draft_tokens + 2)
-        except ValueError:
-            rounds //= 2
-        else:
-            return rounds
-    layered.check_length(context + rounds + max_num_draft_tokens + 2)
-    return rounds
 
 
 @torch.inference_mode()

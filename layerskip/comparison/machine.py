@@ -1,7 +1,8 @@
-"""What a measurement was made with: processor, threads, device, type, versions."""
+"""What a measurement was made with: processor, threads, device, type, versions, weights."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -38,3 +39,13 @@ def processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Returns a hash of some values of every weight, which training would change."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        some = values[:: max(1, len(values) // 64)].float().cpu()
+        digest.update(name.encode() + some.numpy().tobytes())
+    return digest.hexdigest()

@@ -189,7 +189,10 @@ def _heat_map_figure(cells: Sequence[Cell], chosen: tuple[int, int] | None, meas
     axes.set_title("no exit pays" if chosen is None else f"chosen: {_setting(*chosen)}", fontweight="bold")
     ticks = [0, 0.25, 0.5, 0.75, 1, (1 + best) / 2, best]
     bar = figure.colorbar(mesh, ax=axes, ticks=ticks, format="{x:.2f}", aspect=max(20, 2 * len(exits)))
-    bar.set_label("predicted speed over\nautoregressive decoding (×)" + ("\nbold: measured" if real else ""))
+    bar.set_label(
+        "predicted speed over\nautoregressive decoding (×)"
+        + (f"\nbold: measured, on {measured[0].answers} answers" if real else "")
+    )
     return figure
 
 

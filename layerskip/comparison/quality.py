@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -184,4 +185,7 @@ def _sums(readings: Sequence[Reading], row: int, start: int, stop: int) -> tuple
         is_last = row == len(reading.acceptances)
         overlaps += len(reading.losses[row][start:stop]) if is_last else math.fsum(reading.acceptances[row][start:stop])
     tokens = len(losses)
-    return tokens, math.exp(min(math.fsum(losses) / tokens, 700.0)), agreed / tokens, overlaps / tokens
+    mean = math.fsum(losses) / tokens
+    # Beyond what a float holds.
+    perplexity = math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
+    return tokens, perplexity, agreed / tokens, overlaps / tokens

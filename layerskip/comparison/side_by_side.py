@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from layerskip.comparison.accuracy import Arm, Extraction, Question, answer_questions
+from layerskip.comparison.accuracy import Answering, Extraction, Question, answer_questions
 from layerskip.comparison.answer_log import AnswerLog
+from layerskip.comparison.machine import fingerprint
 from layerskip.comparison.perplexity import TextSums, Window, text_losses, window_size, windows_of
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer
 from layerskip.decoding.prompts import read_prompts
-from layerskip.program import answering_tokenizer, as_chat
-from layerskip.prompt_file import Prompt
+from layerskip.program import answering_tokenizer
+from layerskip.prompt_file import Prompt, as_chat
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Asked:
     questions: Sequence[Question]
     extraction: Extraction
     exit_layers: Sequence[int]
-    arms: Sequence[Arm]
+    arms: Sequence[Answering]
     max_new_tokens: int
     batch_size: int
 
@@ -49,12 +50,14 @@ class Prepared:
         window, stride: of the windows, in tokens.
         windows: of the texts.
         prompts: one for each question: a string, tokenised as it stands, or a list of messages.
+        weights: a hash of the model's weights, by which answers of another one under the same name are told.
     """
 
     window: int
     stride: int
     windows: list[Window]
     prompts: list[Prompt]
+    weights: str
 
 
 def prepare(engine: Engine, model: str, asked: Asked) -> Prepared:
@@ -75,16 +78,17 @@ def prepare(engine: Engine, model: str, asked: Asked) -> Prepared:
     for exit_layer in (*asked.exit_layers, *(arm.exit_layer for arm in asked.arms)):
         check_exit_layer(exit_layer, layered.num_layers)
     prompts: list[Prompt] = []
+    weights = fingerprint(engine.model)
     if asked.questions:
         prompts = as_chat([question.prompt for question in asked.questions], answering_tokenizer(engine, model))
         read_prompts(prompts, tokenizer, None, layered.vocab_size)
     if not asked.documents:
-        return Prepared(0, 0, [], prompts)
+        return Prepared(0, 0, [], prompts, weights)
     window, stride = window_size(asked.window, asked.stride, layered.config.max_position_embeddings)
     windows = windows_of(asked.documents, tokenizer, window, stride)
     if not windows:
         raise ValueError("--text holds no text of two tokens or more, so that there is none to predict.")
-    return Prepared(window, stride, windows, prompts)
+    return Prepared(window, stride, windows, prompts, weights)
 
 
 @dataclass

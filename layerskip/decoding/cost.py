@@ -12,16 +12,15 @@ from typing import Any
 class CostTable:
     """Latencies in seconds, for one row, measured once and frozen since.
 
-    A round that processes d drafts takes d draft steps, a verification of d + 1 tokens, and the overhead; a token of
-    plain decoding takes an autoregressive step and the overhead.
+    A round that processes d drafts takes d draft steps and a verification of d + 1 tokens.
 
     Attributes:
         exit_layers: the exits E that were measured, in rising order.
         draft_steps: of each exit: one token through layers 1..E and the draft head, its choice read.
         verifications: of each exit, by width 1, 2, …: the last token through layers 1..E, then `width` exit states
-            through layers E+1..L and the full head. As many widths for every exit.
-        autoregressive_step: one token through all layers and the full head.
-        overhead: what a round or a step takes beside: accepting, and rolling the cache back.
+            through layers E+1..L and the full head, accepting, and rolling the cache back. As many widths for every
+            exit.
+        autoregressive_step: one token of plain decoding: through all layers and the full head, and what is beside.
         head: the full head over one token, its choice read.
         draft_head: the head that drafts are chosen with, likewise.
         measured_on: what it was measured on, by name: machine, device, type, tokens in the cache.
@@ -31,7 +30,6 @@ class CostTable:
     draft_steps: tuple[float, ...]
     verifications: tuple[tuple[float, ...], ...]
     autoregressive_step: float
-    overhead: float
     head: float
     draft_head: float
     measured_on: Mapping[str, Any] = field(default_factory=dict)
@@ -57,18 +55,11 @@ class CostTable:
         latencies += [self.autoregressive_step, self.head, self.draft_head]
         if not all(math.isfinite(seconds) and seconds > 0 for seconds in latencies):
             raise ValueError("latencies must be positive numbers of seconds; measure them anew.")
-        if not math.isfinite(self.overhead) or self.overhead < 0:
-            raise ValueError(f"overhead={self.overhead} must be a number of seconds from 0 on; measure it anew.")
 
     @property
     def max_num_draft_tokens(self) -> int:
         """The most drafts in a round whose cost is known."""
         return len(self.verifications[0]) - 1
-
-    @property
-    def seconds_per_token(self) -> float:
-        """What a token of plain decoding takes."""
-        return self.autoregressive_step + self.overhead
 
     def c(self, exit_layer: int) -> float:
         """Returns a draft step over an autoregressive step."""
@@ -83,7 +74,12 @@ class CostTable:
         place = self._place(exit_layer)
         if not 0 <= drafts <= self.max_num_draft_tokens:
             raise ValueError(f"drafts={drafts} were not measured; measured are 0 to {self.max_num_draft_tokens}.")
-        return drafts * self.draft_steps[place] + self.verifications[place][drafts] + self.overhead
+        return drafts * self.draft_steps[place] + self.verifications[place][drafts]
+
+    def verify_cost(self, exit_layer: int, drafts: int) -> float:
+        """Returns a verification of this many drafts over an autoregressive step; errors are as of `round_seconds`."""
+        seconds = self.round_seconds(exit_layer, drafts) - drafts * self.draft_steps[self._place(exit_layer)]
+        return seconds / self.autoregressive_step
 
     def speed_up(self, exit_layer: int, rounds: Mapping[int, int], tokens: int) -> float:
         """Returns the speed of some rounds over plain decoding of the same tokens.
@@ -99,7 +95,7 @@ class CostTable:
         seconds = sum(count * self.round_seconds(exit_layer, drafts) for drafts, count in rounds.items())
         if not seconds:
             raise ValueError("rounds holds none, and without rounds there is no speed.")
-        return tokens * self.seconds_per_token / seconds
+        return tokens * self.autoregressive_step / seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as `json.dumps` takes it and `read` reads it."""
@@ -126,7 +122,6 @@ class CostTable:
                 draft_steps=tuple(_number(seconds) for seconds in stored["draft_steps"]),
                 verifications=tuple(tuple(_number(seconds) for seconds in row) for row in stored["verifications"]),
                 autoregressive_step=_number(stored["autoregressive_step"]),
-                overhead=_number(stored["overhead"]),
                 head=_number(stored["head"]),
                 draft_head=_number(stored["draft_head"]),
                 measured_on=_conditions(stored["measured_on"]),

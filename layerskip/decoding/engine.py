@@ -61,8 +61,8 @@ class Engine:
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
 
         Raises:
-            ValueError: a model that is not supported, a number out of range, token ids that the model does not
-                have or that occur twice, or a table of costs in the checkpoint that is damaged.
+            ValueError: a model that is not supported, a number out of range, or token ids that the model does not
+                have or that occur twice.
             TypeError: `model` is no transformers model, `tokenizer` no tokenizer, a number is no integer, or
                 `draft_token_ids` no tensor.
         """
@@ -74,8 +74,6 @@ class Engine:
         self.tokenizer = tokenizer
         layered = self.layered
         self.metadata = Metadata.of(model.config)
-        costs = self.metadata.cost_table
-        self._cost_table = None if costs is None else CostTable.read(costs, "the checkpoint's cost_table")
         ids = None if draft_token_ids is None else check_draft_token_ids(draft_token_ids, layered.vocab_size)
         self._draft_token_ids = ids
         # Sorted once for calls of any draft_vocab_size: the ids in ascending order, and the rank of each.
@@ -180,8 +178,13 @@ class Engine:
 
     @property
     def cost_table(self) -> CostTable | None:
-        """What rounds cost where the checkpoint's exits were compared; `None` where it does not say."""
-        return self._cost_table
+        """What rounds cost where the checkpoint's exits were compared; `None` where it does not say.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        stored = self.metadata.cost_table
+        return None if stored is None else CostTable.read(stored, "the checkpoint's cost_table")
 
     def plan(self, strategy: str, wishes: Wishes) -> Plan:
         """Returns how a call with this strategy and these numbers decodes: what they leave open is filled in.

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from layerskip.files import replacing
+
 if TYPE_CHECKING:
     from layerskip.model.layered import LayeredModel
 
@@ -118,7 +120,9 @@ def write_draft_token_ids(folder: str | os.PathLike[str], ids: torch.Tensor) -> 
     Raises:
         TypeError, ValueError: no list of different token ids.
     """
-    save_file({KEY: check_draft_token_ids(ids).to(torch.int32)}, Path(folder, TENSORS_FILE))
+    tensors = {KEY: check_draft_token_ids(ids).to(torch.int32)}
+    with replacing(Path(folder, TENSORS_FILE)) as draft:
+        save_file(tensors, draft)
 
 
 def check_draft_token_ids(ids: torch.Tensor, vocab_size: int | None = None, name: str = KEY) -> torch.Tensor:

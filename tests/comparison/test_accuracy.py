@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layerskip import Engine
 from layerskip.comparison.accuracy import (
     AUTOREGRESSIVE,
-    Arm,
+    Answering,
     Extraction,
     Question,
     accuracy,
@@ -175,10 +175,10 @@ def test_accuracy_varies_by_exit_alone_and_not_with_drafts(grade: str) -> None:
     expected = sum(text == question.references[0] for text, question in zip(whole, questions, strict=True))
     assert accuracy(found[AUTOREGRESSIVE])["correct"] == expected
     assert expected == {"none": 0, "all": len(PROMPTS)}.get(grade, expected)
-    assert accuracy(found[Arm("early_exit", 2)])["accuracy"] == 1.0
-    assert accuracy(found[Arm("early_exit", 1)])["accuracy"] == 0.0
+    assert accuracy(found[Answering("early_exit", 2)])["accuracy"] == 1.0
+    assert accuracy(found[Answering("early_exit", 1)])["accuracy"] == 0.0
     for exit_layer in (1, 2):
-        drafted = found[Arm("self_speculative", exit_layer, 3)]
+        drafted = found[Answering("self_speculative", exit_layer, 3)]
         assert [drafted[index].text for index in range(len(PROMPTS))] == whole
 
 

@@ -31,7 +31,7 @@ RUNS = 3 * SETTINGS.run_rows * SETTINGS.repeats
 PROMPTS = ["w44 w3", "w1 w5 w9", "w2", "w30 w31 w32 w33 w34", "w1"]
 CATEGORIES = ["a", "b", "a", "b", None]
 COSTS = CostTable(
-    EXITS, (0.25, 0.5, 0.75), ((1.0, 1.0, 1.0, 1.0),) * 3, 1.0, 0.0, 0.25, 0.25, {"device": "cpu", "context": 4}
+    EXITS, (0.25, 0.5, 0.75), ((1.0, 1.0, 1.0, 1.0),) * 3, 1.0, 0.25, 0.25, {"device": "cpu", "context": 4}
 )
 
 

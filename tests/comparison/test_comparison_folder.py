@@ -16,7 +16,7 @@ from layerskip.comparison.quality import Reading
 from layerskip.decoding.cost import CostTable
 
 SETTINGS = {"model": "mine", "exit_layers": (1, 2), "rows": None}
-COSTS = CostTable((1, 2), (0.1, 0.2), ((1.0, 1.1), (1.0, 1.2)), 1 / 3, 0.0, 0.25, 0.125, {"device": "cpu"})
+COSTS = CostTable((1, 2), (0.1, 0.2), ((1.0, 1.1), (1.0, 1.2)), 1 / 3, 0.25, 0.125, {"device": "cpu"})
 ANSWERS = [
     ReadAnswer(
         index,

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip.comparison.arms import Arm, Rounds, Run
-from layerskip.comparison.batches import Batch
+from layerskip.comparison.batches import Batch, spread
 from layerskip.comparison.benchmark import Sample, summarise
 from layerskip.comparison.comparison_folder import ReadAnswer
-from layerskip.comparison.exit_comparison import CSV_HEADER, ExitComparison, Recommendation, spread
+from layerskip.comparison.exit_comparison import CSV_HEADER, ExitComparison, Recommendation
 from layerskip.comparison.quality import Reading
 from layerskip.decoding.cost import CostTable
 
 # Of exits 1 and 2 of 3 layers: a draft costs a quarter and a half of a step of plain decoding.
-COSTS = CostTable((1, 2), (0.25, 0.5), ((1.0, 1.25, 1.5), (1.0, 1.0, 1.25)), 1.0, 0.0, 0.25, 0.25)
+COSTS = CostTable((1, 2), (0.25, 0.5), ((1.0, 1.25, 1.5), (1.0, 1.0, 1.25)), 1.0, 0.25, 0.25)
 
 
 def read(index: int, first: list[int], second: list[int], last: list[int]) -> ReadAnswer:
@@ -39,9 +39,13 @@ def unused(batch: Batch, max_new_tokens: int) -> Run:
     raise AssertionError("these runs are made up")
 
 
-def real(speeds: dict[tuple[int, int], list[float]]) -> ExitComparison:
-    """Returns the comparison with real runs of cells, each given with its speeds over plain decoding, one a repeat."""
+def real(speeds: dict[tuple[int, int], list[float]], predicted: float | None = None) -> ExitComparison:
+    """Returns the comparison with real runs of cells, each given with its speeds over plain decoding, one a repeat.
+
+    They are predicted as they are, or at another speed.
+    """
     cells = [cell for cell in FOUND.cells() if cell.place in speeds]
+    cells = [cell if predicted is None else replace(cell, predicted=predicted) for cell in cells]
     arms = [Arm("plain", unused), *(Arm("drafting", unused, *cell.place) for cell in cells)]
     rounds = Rounds(rounds=2, drafted=3, accepted=1, draft_tokens_processed=3, draft_seconds=0.1, verify_seconds=0.2)
     samples = [
@@ -114,7 +118,7 @@ def test_without_costs_there_are_no_predictions() -> None:
 
 
 def test_the_fastest_of_the_cells_that_pay_is_recommended() -> None:
-    found = real({(1, 1): [1.5, 1.25, 2.0], (1, 2): [0.5, 0.5, 0.5], (2, 1): [1.25, 1.75, 1.75]})
+    found = real({(1, 1): [1.5, 1.25, 2.0], (1, 2): [0.5, 0.5, 0.5], (2, 1): [1.25, 1.75, 1.75]}, 1.5)
     assert found.recommendation(True) == Recommendation(
         2, 1, 1.75, "E=2, γ=1 runs at 1.75 times the speed of plain decoding."
     )
@@ -123,13 +127,18 @@ def test_the_fastest_of_the_cells_that_pay_is_recommended() -> None:
 
 
 def test_a_cell_that_was_once_slower_is_not_recommended() -> None:
-    found = real({(1, 1): [1.125, 1.125, 1.125], (2, 1): [2.0, 2.0, 0.875]})
+    found = real({(1, 1): [1.125, 1.125, 1.125], (2, 1): [2.0, 2.0, 0.875]}, 1.5)
     best = found.recommendation(True)
     assert (best.exit_layer, best.num_draft_tokens, best.speed_up) == (1, 1, 1.125)
 
 
+@pytest.mark.parametrize("predicted", [0.5, 1.0])
+def test_a_cell_that_was_predicted_to_be_no_faster_is_not_recommended(predicted: float) -> None:
+    assert real({(1, 1): [1.5, 1.5, 1.5]}, predicted).recommendation(True).exit_layer is None
+
+
 def test_as_fast_as_plain_decoding_is_not_faster() -> None:
-    assert real({(1, 1): [1.0, 2.0, 2.0]}).recommendation(True).exit_layer is None
+    assert real({(1, 1): [1.0, 2.0, 2.0]}, 1.5).recommendation(True).exit_layer is None
 
 
 @pytest.mark.parametrize(

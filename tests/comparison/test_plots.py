@@ -295,7 +295,7 @@ def test_the_scale_says_what_was_measured() -> None:
     with_real = plots._heat_map_figure(CELLS, None, MEASURED).axes[1].get_ylabel()
     without = plots._heat_map_figure(CELLS, None, []).axes[1].get_ylabel()
     assert "predicted speed over\nautoregressive decoding (×)" in without
-    assert with_real == f"{without}\nbold: measured"
+    assert with_real == f"{without}\nbold: measured, on {MEASURED[0].answers} answers"
 
 
 @pytest.mark.parametrize("exits", [1, 3, 29])

@@ -30,7 +30,6 @@ COSTS = CostTable(
     draft_steps=(0.125, 0.25, 0.5),
     verifications=tuple(tuple(1 + drafts / 16 for drafts in range(LONGEST + 1)) for _ in EXITS),
     autoregressive_step=1.0,
-    overhead=0.125,
     head=0.125,
     draft_head=0.125,
 )
@@ -94,7 +93,7 @@ def test_a_prediction_by_hand() -> None:
     cell = predict(matches, COSTS, 100)[1]
     assert cell.place == (2, 2)
     assert (cell.tokens_per_round, cell.draft_acceptance_rate) == (8 / 4, 4 / 8)
-    assert cell.predicted == 8 * 1.125 / (4 * (2 * 0.25 + 1.125 + 0.125))
+    assert cell.predicted == 8 / (4 * (2 * 0.25 + 1.125))
 
 
 def test_every_exit_and_draft_length_has_a_cell_in_its_order() -> None:
@@ -108,7 +107,7 @@ def test_without_rounds_there_are_no_cells() -> None:
 
 def test_a_budget_of_two_leaves_no_room_for_drafts() -> None:
     cell = predict({2: [[True]]}, COSTS, 2)[3]
-    assert (cell.tokens_per_round, cell.draft_acceptance_rate, cell.predicted) == (1.0, None, 1.125 / 1.125)
+    assert (cell.tokens_per_round, cell.draft_acceptance_rate, cell.predicted) == (1.0, None, 1.0)
 
 
 @pytest.mark.parametrize("eos", [None, 35])

@@ -16,7 +16,6 @@ PARTS: dict[str, Any] = {
     "draft_steps": (0.25, 0.5),
     "verifications": ((1.0, 1.25, 1.5), (1.0, 1.125, 1.25)),
     "autoregressive_step": 1.0,
-    "overhead": 0.125,
     "head": 0.0625,
     "draft_head": 0.03125,
     "measured_on": {"device": "cpu", "context": 9},
@@ -28,13 +27,14 @@ def table(**changes: Any) -> CostTable:
     return CostTable(**{**PARTS, **changes})
 
 
-def test_a_round_takes_its_draft_steps_its_verification_and_the_overhead() -> None:
-    assert [TABLE.round_seconds(2, drafts) for drafts in (0, 1, 2)] == [1.125, 1.625, 2.125]
-    assert TABLE.round_seconds(5, 2) == 2 * 0.5 + 1.25 + 0.125
+def test_a_round_takes_its_draft_steps_and_its_verification() -> None:
+    assert [TABLE.round_seconds(2, drafts) for drafts in (0, 1, 2)] == [1.0, 1.5, 2.0]
+    assert TABLE.round_seconds(5, 2) == 2 * 0.5 + 1.25
 
 
-def test_a_plain_token_takes_its_step_and_the_overhead() -> None:
-    assert TABLE.seconds_per_token == 1.125
+def test_the_cost_of_a_verification_is_over_a_plain_step() -> None:
+    assert [TABLE.verify_cost(2, drafts) for drafts in (0, 1, 2)] == [1.0, 1.25, 1.5]
+    assert table(autoregressive_step=2.0).verify_cost(5, 2) == 0.625
 
 
 def test_c_is_a_draft_step_over_a_plain_step() -> None:
@@ -43,12 +43,13 @@ def test_c_is_a_draft_step_over_a_plain_step() -> None:
 
 
 def test_the_speed_up_is_plain_seconds_over_those_of_the_rounds() -> None:
-    # Two full rounds of three tokens and one of a token without drafts: 7 · 1.125 over 2 · 2.125 + 1.125.
-    assert TABLE.speed_up(2, {2: 2, 0: 1}, 7) == 7.875 / 5.375
+    # Two full rounds of three tokens and one of a token without drafts: 7 · 1 over 2 · 2 + 1.
+    assert TABLE.speed_up(2, {2: 2, 0: 1}, 7) == 7 / 5
+    assert table(autoregressive_step=0.5).speed_up(2, {2: 2, 0: 1}, 7) == 3.5 / 5
 
 
 def test_rounds_that_emit_too_little_are_slower_than_plain_decoding() -> None:
-    assert TABLE.speed_up(5, {2: 4}, 4) == 1.125 / 2.375 < 1
+    assert TABLE.speed_up(5, {2: 4}, 4) == 1 / 2.25 < 1
 
 
 def test_a_round_without_drafts_is_as_fast_as_plain_decoding() -> None:
@@ -91,14 +92,14 @@ def test_a_table_comes_back_from_json_as_it_was() -> None:
 
 
 def test_whole_numbers_of_seconds_are_read_as_floats() -> None:
-    read = CostTable.read({**TABLE.to_dict(), "autoregressive_step": 1, "overhead": 0}, "config.json")
-    assert (read.autoregressive_step, read.overhead) == (1.0, 0.0)
-    assert {type(read.autoregressive_step), type(read.overhead)} == {float}
+    read = CostTable.read({**TABLE.to_dict(), "autoregressive_step": 1, "head": 2}, "config.json")
+    assert (read.autoregressive_step, read.head) == (1.0, 2.0)
+    assert {type(read.autoregressive_step), type(read.head)} == {float}
 
 
 def test_a_table_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        TABLE.overhead = 0.0  # type: ignore[misc]
+        TABLE.head = 0.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("exit_layers", [(), (0, 5), (5, 2), (2, 2)])
@@ -130,13 +131,6 @@ def test_latencies_that_are_no_positive_numbers_are_refused(name: str, seconds: 
         table(**{name: value})
 
 
-@pytest.mark.parametrize("seconds", [-0.5, math.nan, math.inf])
-def test_an_overhead_below_zero_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"overhead=.* must be a number of seconds from 0 on"):
-        table(overhead=seconds)
-    assert table(overhead=0.0).round_seconds(2, 0) == 1.0
-
-
 @pytest.mark.parametrize(
     "stored",
     [
@@ -165,7 +159,7 @@ def test_what_is_no_table_is_refused_with_the_place_it_stands_in(stored: Any) ->
         ("verifications", [[1.0, True], [1.0, 1.0]]),
         ("autoregressive_step", True),
         ("autoregressive_step", None),
-        ("overhead", "0.1"),
+        ("head", "0.1"),
         ("head", [0.1]),
         ("draft_head", -1.0),
         ("measured_on", None),

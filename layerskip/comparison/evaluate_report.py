@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from layerskip.comparison.accuracy import AUTOREGRESSIVE, Arm, Question, accuracy
+from layerskip.comparison.accuracy import AUTOREGRESSIVE, Answering, Question, accuracy
 from layerskip.comparison.answer_log import Answers
 from layerskip.comparison.bootstrap import paired_bootstrap
 from layerskip.comparison.perplexity import TextSums
@@ -104,7 +104,7 @@ def print_text(report: Mapping[str, Any]) -> None:
 
 
 def questions_report(
-    questions: Sequence[Question], answers: Answers, models: Sequence[str], arms: Sequence[Arm], seed: int
+    questions: Sequence[Question], answers: Answers, models: Sequence[str], arms: Sequence[Answering], seed: int
 ) -> dict[str, Any]:
     """Returns the figures of questions, of one model or of two that are compared.
 
@@ -126,7 +126,7 @@ def questions_report(
     }
 
 
-def _arm_figures(questions: Sequence[Question], answers: Answers, model: str, arm: Arm) -> dict[str, Any]:
+def _arm_figures(questions: Sequence[Question], answers: Answers, model: str, arm: Answering) -> dict[str, Any]:
     found, plain = answers.get((model, arm), {}), answers.get((model, AUTOREGRESSIVE), {})
     categories: dict[str, set[int]] = {}
     for index, question in enumerate(questions):
@@ -142,7 +142,7 @@ def _arm_figures(questions: Sequence[Question], answers: Answers, model: str, ar
     }
 
 
-def _arm_comparison(answers: Answers, models: Sequence[str], arm: Arm, seed: int) -> dict[str, Any]:
+def _arm_comparison(answers: Answers, models: Sequence[str], arm: Answering, seed: int) -> dict[str, Any]:
     """Compares what both models have answered; all but the number of questions is `None` where that is nothing."""
     one, other = (answers.get((model, arm), {}) for model in models)
     pairs = np.array([(one[index].correct, other[index].correct) for index in sorted(one) if index in other])
