@@ -212,7 +212,8 @@ def choose_grid(arguments: argparse.Namespace, methods: Sequence[str], engine: E
         num_draft_tokens = read_numbers("--num-draft-tokens", arguments.num_draft_tokens)
     needing = [name for name in methods if name in WITH_EXIT]
     if needing and not exit_layers:
-        raise ValueError(f"{', '.join(needing)} needs --exit-layers, such as 4,8: the checkpoint recommends none.")
+        why = "the checkpoint says that none pays" if engine.metadata.compared else "the checkpoint recommends none"
+        raise ValueError(f"{', '.join(needing)} needs --exit-layers, such as 4,8: {why}.")
     for exit_layer in exit_layers:
         check_exit_layer(exit_layer, engine.layered.num_layers)
     for count in num_draft_tokens:

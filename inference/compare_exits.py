@@ -40,6 +40,8 @@ from layerskip.prompt_file import as_chat, prompt_rows
 ROOT = Path(__file__).resolve().parents[1]
 # What is recommended has to be faster in each of them.
 SAVED_REPEATS = 3
+# Below it fp32 no longer holds the scaled logits.
+LEAST_TEMPERATURE = 0.01
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,8 +80,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--save with --repeats {arguments.repeats} would store what may be noise; pass {SAVED_REPEATS} or more."
         )
-    if not 0 < arguments.temperature < float("inf"):
-        raise ValueError(f"--temperature {arguments.temperature} is out of range; it must be above 0.")
+    if not LEAST_TEMPERATURE <= arguments.temperature < float("inf"):
+        raise ValueError(f"--temperature {arguments.temperature} is out of range; pass {LEAST_TEMPERATURE} or more.")
 
 
 def choose_exit_layers(text: str | None, engine: Engine) -> tuple[int, ...]:
@@ -142,7 +144,8 @@ def run() -> None:
         comparison.draw()
         raise
     for table in (exits_table, categories_table, measured_table):
-        print("\n" + table(comparison.found))
+        if text := table(comparison.found):
+            print("\n" + text)
     print(f"\n{recommendation.reason[0].upper()}{recommendation.reason[1:]}")
     if checkpoint is not None:
         comparison.save(checkpoint)

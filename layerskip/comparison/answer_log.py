@@ -121,7 +121,7 @@ def answer_log(
 ) -> Iterator[AnswerLog]:
     """Opens the log of a run, to whose file lines are added; whoever resumes calls `take_back` first.
 
-    Arguments are those of `AnswerLog`; `path` is the file's, `None` for none.
+    Arguments are those of `AnswerLog`; `path` is the file's, `None` for none. A new file without a line is removed.
 
     Raises:
         OSError: the file cannot be written to.
@@ -130,5 +130,10 @@ def answer_log(
         yield AnswerLog(questions, extraction, settings, None)
         return
     drop_unfinished_line(path)
+    is_new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
-        yield AnswerLog(questions, extraction, settings, file)
+        try:
+            yield AnswerLog(questions, extraction, settings, file)
+        finally:
+            if is_new and not file.tell():
+                path.unlink()

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from layerskip.comparison.arms import Arm, Batch, Run
+from layerskip.comparison.arms import Arm, Run
+from layerskip.comparison.batches import Batch
 from layerskip.comparison.hooks import Counts, counts_of, warm_up_batches
 
 Made = TypeVar("Made")
@@ -96,8 +97,7 @@ def warm_up(
         failed: takes what is wrong with an arm that raises, by label; without it the error is raised.
 
     Raises:
-        ValueError: fewer than two tokens, two arms of one label, or an arm whose answers all come with their first
-            token, which leaves nothing to time.
+        ValueError: fewer than two tokens, or two arms of one label.
     """
     _check(arms, max_new_tokens)
     chosen = warm_up_batches(batches)

@@ -15,7 +15,7 @@ from layerskip.comparison.benchmark import summarise, timed, warm_up
 from layerskip.comparison.comparison_folder import ComparisonFolder, ReadAnswer
 from layerskip.comparison.exit_comparison import ExitComparison, Recommendation
 from layerskip.comparison.exit_report import draw, write_report
-from layerskip.comparison.latency import ROUNDS_PER_TEXT, measure_costs
+from layerskip.comparison.latency import measure_costs, rounds_length
 from layerskip.comparison.machine import describe_machine, fingerprint
 from layerskip.comparison.own_answers import answer
 from layerskip.comparison.plain_greedy import left_out, plain_greedy
@@ -103,10 +103,9 @@ class Comparison:
             TypeError, ValueError: prompts that cannot be read, or are too long for the model.
         """
         rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
-        # What follows has to fit as well: an answer, and behind half of one the rounds whose costs are measured.
-        rounds = settings.max_new_tokens // 2 + ROUNDS_PER_TEXT + settings.max_num_draft_tokens + 2
-        ahead = max(settings.max_new_tokens, rounds)
-        engine.layered.check_length(max(map(len, rows)) + ahead)
+        engine.layered.check_length(max(map(len, rows)) + settings.max_new_tokens)
+        # What the rounds take whose costs are measured, behind a single token.
+        engine.layered.check_length(1 + rounds_length(settings.max_num_draft_tokens))
         whole = {
             **about,
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
@@ -164,6 +163,9 @@ class Comparison:
         by_length = sorted(self.found.answers.values(), key=lambda made: len(made.prompt_ids) + len(made.token_ids))
         middle = by_length[len(by_length) // 2]
         context = middle.prompt_ids + middle.token_ids[: len(middle.token_ids) // 2]
+        # No longer than what is known to fit the model.
+        fits = max(len(made.prompt_ids) for made in by_length) + self.settings.max_new_tokens
+        context = context[: max(1, fits - rounds_length(self.settings.max_num_draft_tokens))]
         longest, repeats = self.settings.max_num_draft_tokens, self.settings.cost_repeats
         costs = measure_costs(self.engine, self.found.exit_layers, longest, context, repeats)
         self.folder.write_costs(costs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TypeVar
 
 from layerskip.decoding.plan import check_num_draft_tokens
@@ -22,7 +23,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_least(arguments, {"rows": 1, "last_rows": 1, "max_new_tokens": 1, "batch_size": 1, "seed": 0})
     if arguments.rows is not None and arguments.last_rows is not None:
         raise ValueError("--rows takes the first rows and --last-rows the last ones; pass one of them.")
-    if arguments.compare_with == arguments.model:
+    if arguments.compare_with is not None and Path(arguments.compare_with) == Path(arguments.model):
         raise ValueError(f"--compare-with {arguments.compare_with} is --model itself; name another checkpoint.")
     check_answers(arguments)
     for mode in DRAFT_LENGTHS:

@@ -74,8 +74,9 @@ def draw(
 
 
 def _draw_tokens(comparison: ExitComparison, decode: Callable[[int], str], path: Path) -> None:
-    """Draws what every layer would have written for the beginning of the first answer that has more than one token."""
-    answer = next(answer for answer in comparison.groups()[ALL] if answer.reading.tokens)
+    """Draws what every layer would have written for the beginning of the answer that is most varied there."""
+    answers = [answer for answer in comparison.groups()[ALL] if answer.reading.tokens]
+    answer = max(answers, key=lambda each: len(set(each.token_ids[1 : MAX_TOKENS + 1])))
     choices = [row[:MAX_TOKENS] for row in answer.reading.choices]
     texts = {
         token: decode(token) for token in {*answer.token_ids[1 : MAX_TOKENS + 1], *(t for row in choices for t in row)}
@@ -90,9 +91,12 @@ def _draw_tokens(comparison: ExitComparison, decode: Callable[[int], str], path:
 
 
 def exits_table(comparison: ExitComparison) -> str:
-    """Returns a line for each exit: its quality and, where costs are known, its best predicted draft length."""
+    """Returns a line for each exit: its quality and, where costs are known, its best predicted draft length.
+
+    `decided_by_then` is the share of tokens that are decided at this exit or a lower one.
+    """
     quality, decided, cells = comparison.quality()[ALL], comparison.decided()[ALL], comparison.cells()
-    header = ["exit_layer", "perplexity", "agreement", "expected_acceptance", "decided"]
+    header = ["exit_layer", "perplexity", "agreement", "expected_acceptance", "decided_by_then"]
     header += ["c", "best γ", "tokens_per_round", "predicted"] if cells else []
     rows: list[list[Any]] = []
     total = 0
@@ -114,7 +118,7 @@ def exits_table(comparison: ExitComparison) -> str:
 def categories_table(comparison: ExitComparison) -> str:
     """Returns the agreement of each exit in each category, one line each; empty without categories."""
     groups = {name: exits for name, exits in comparison.quality().items() if name != ALL and exits}
-    header = ["category", "tokens", *(f"agreement E={layer}" for layer in comparison.exit_layers)]
+    header = ["agreement", "tokens", *(f"E={layer}" for layer in comparison.exit_layers)]
     rows: list[Sequence[Any]] = [
         [name, exits[0].tokens, *(f"{each.agreement:.3f}" for each in exits[:-1])] for name, exits in groups.items()
     ]
@@ -122,7 +126,7 @@ def categories_table(comparison: ExitComparison) -> str:
 
 
 def measured_table(comparison: ExitComparison) -> str:
-    """Returns a line for each cell that was run for real, beside what was predicted."""
+    """Returns a line for each cell that was run for real, beside what was predicted, and what the columns mean."""
     header = ["E", "γ", "tokens_per_round", "replayed", "predicted_run", "measured", "spread", "error", "same_as_plain"]
     rows = [
         [
@@ -138,4 +142,10 @@ def measured_table(comparison: ExitComparison) -> str:
         ]
         for each in comparison.measured
     ]
-    return format_table(header, rows)
+    if not rows:
+        return ""
+    legend = (
+        f"replayed, predicted_run: on the {comparison.measured[0].answers} answers that were run; error: predicted_run "
+        "over measured, minus 1; spread: the slowest and the fastest pass"
+    )
+    return f"{format_table(header, rows)}\n{legend}"

@@ -87,7 +87,7 @@ def measure_costs(
     drafted_ids = engine.drafted_token_ids(plan)
     cells = [(exit_layer, drafts) for exit_layer in exit_layers for drafts in range(max_num_draft_tokens + 1)]
     cells += [(layered.num_layers, 0)] * PLAIN_STEPS
-    budget = ROUNDS_PER_TEXT + max_num_draft_tokens + 2
+    budget = rounds_length(max_num_draft_tokens)
     layered.check_length(len(context) + budget)
     settings = DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(budget))
     draws = random.Random(0)
@@ -131,6 +131,11 @@ def measure_costs(
             "repeats": repeats,
         },
     )
+
+
+def rounds_length(max_num_draft_tokens: int) -> int:
+    """Returns how many tokens the rounds between two prefills of `measure_costs` take at most."""
+    return ROUNDS_PER_TEXT + max_num_draft_tokens + 2
 
 
 @torch.inference_mode()

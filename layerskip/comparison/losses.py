@@ -79,7 +79,7 @@ def batch_losses(
         unit: what the progress bar calls a row.
 
     Raises:
-        ValueError: an exit that the model does not have, or a model in train mode.
+        ValueError: an exit that the model does not have, a model in train mode, or losses that are NaN.
     """
     engine.check_is_in_eval_mode()
     order = longest_first([list(row["input_ids"]) for row in rows])
@@ -97,5 +97,8 @@ def batch_losses(
             with torch.inference_mode():
                 outputs = engine.model(**{name: values.to(device) for name, values in inputs.items()})
             found = (outputs.tokens, outputs.last, outputs.exits, outputs.agreements)
-            yield batch, LossSums(tuple(exit_layers), *(values.double().cpu().numpy() for values in found))
+            sums = LossSums(tuple(exit_layers), *(values.double().cpu().numpy() for values in found))
+            if np.isnan(sums.last).any() or np.isnan(sums.exits).any():
+                raise ValueError("the model's losses are NaN; look for damaged weights.")
+            yield batch, sums
             progress.update(len(batch))

@@ -18,7 +18,9 @@ class Cell:
         exit_layer: E.
         num_draft_tokens: γ.
         tokens_per_round: the mean acceptance length of the replayed rounds.
-        draft_acceptance_rate: accepted over drafted, likewise; `None` where nothing was drafted.
+        draft_acceptance_rate: accepted over drafted, likewise; `None` where nothing was drafted. Where an exit drafts
+            EOS behind a wrong draft, the engine drafts fewer than a replay counts, and both this and `predicted` are a
+            little low.
         predicted: speed over plain decoding.
     """
 

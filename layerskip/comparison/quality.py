@@ -103,6 +103,9 @@ def read_answers(
         exit_layers: the exits, in rising order, counted from 1.
         draft_token_ids: what is drafted from, `(ids,)`, ascending; `None` for all ids.
         temperature: above 0, of the distributions that `acceptances` compares.
+
+    Raises:
+        ValueError: logits that are NaN.
     """
     layers = [*exit_layers, layered.num_layers]
     states = dict(answer_states(layered, prompt_ids, new_tokens, layers))
@@ -150,6 +153,8 @@ def _read_chunk(
         overlap = torch.minimum(wanted, (drafted / temperature).softmax(-1)).sum(-1)
         loss = torch.nn.functional.cross_entropy(logits, follow, reduction="none")
         found.append((draft == follow, logits.argmax(-1), loss, overlap))
+        if loss.isnan().any() or overlap.isnan().any():
+            raise ValueError("the model's logits are NaN, so that nothing can be compared; look for damaged weights.")
     return [torch.stack(values).cpu() for values in zip(*found, strict=True)]
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from layerskip.comparison.accuracy import Answering, Extraction, Question, answer_questions
 from layerskip.comparison.answer_log import AnswerLog
+from layerskip.comparison.batches import token_rows
 from layerskip.comparison.machine import fingerprint
 from layerskip.comparison.perplexity import TextSums, Window, text_losses, window_size, windows_of
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer
-from layerskip.decoding.prompts import read_prompts
 from layerskip.program import answering_tokenizer
-from layerskip.prompt_file import Prompt, as_chat
+from layerskip.prompt_file import Prompt, PromptRow, as_chat
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def prepare(engine: Engine, model: str, asked: Asked) -> Prepared:
     weights = fingerprint(engine.model)
     if asked.questions:
         prompts = as_chat([question.prompt for question in asked.questions], answering_tokenizer(engine, model))
-        read_prompts(prompts, tokenizer, None, layered.vocab_size)
+        token_rows([PromptRow(question.where, question.prompt) for question in asked.questions], engine)
     if not asked.documents:
         return Prepared(0, 0, [], prompts, weights)
     window, stride = window_size(asked.window, asked.stride, layered.config.max_position_embeddings)
