@@ -210,7 +210,7 @@ def test_the_last_line_is_the_recommendation_of_exits_json(done: Done) -> None:
     assert closing == {"output_dir": str(done.output), **done.found["recommendation"]}
 
 
-@pytest.mark.parametrize("header", ["exit_layer  perplexity", "category  tokens", "E  γ  tokens_per_round"])
+@pytest.mark.parametrize("header", ["exit_layer  perplexity", "agreement  tokens", "E  γ  tokens_per_round"])
 def test_tables_are_printed(done: Done, header: str) -> None:
     assert header in done.shown
 
@@ -442,7 +442,7 @@ def test_a_finished_comparison_is_reported_again(untrained: Path, prompts: Path,
     again, shown_again = known(*command, "--resume")
     assert again == closing
     # Only the table before them is of more, since costs are known from the beginning.
-    assert shown_again.endswith(shown[shown.index("category  tokens") :])
+    assert shown_again.endswith(shown[shown.index("agreement  tokens") :])
 
 
 # Mistakes

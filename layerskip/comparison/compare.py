@@ -163,9 +163,13 @@ class Comparison:
         by_length = sorted(self.found.answers.values(), key=lambda made: len(made.prompt_ids) + len(made.token_ids))
         middle = by_length[len(by_length) // 2]
         context = middle.prompt_ids + middle.token_ids[: len(middle.token_ids) // 2]
-        # No longer than what is known to fit the model.
-        fits = max(len(made.prompt_ids) for made in by_length) + self.settings.max_new_tokens
-        context = context[: max(1, fits - rounds_length(self.settings.max_num_draft_tokens))]
+        rounds = rounds_length(self.settings.max_num_draft_tokens)
+        try:
+            self.engine.layered.check_length(len(context) + rounds)
+        except ValueError:
+            # As much of it as is known to fit the model.
+            fits = max(len(made.prompt_ids) for made in by_length) + self.settings.max_new_tokens
+            context = context[: max(1, fits - rounds)]
         longest, repeats = self.settings.max_num_draft_tokens, self.settings.cost_repeats
         costs = measure_costs(self.engine, self.found.exit_layers, longest, context, repeats)
         self.folder.write_costs(costs)

@@ -198,10 +198,15 @@ def test_warming_up_counts_work_and_memory() -> None:
 
 
 def test_answers_of_one_token_leave_nothing_to_time() -> None:
+    """Which the prompts of the warm-up alone do not tell: others may be answered at length."""
     first = kit.without_cache(kit.mixed(), [44, 3], 1)[0]
     arm = engine_arm("plain", Engine(kit.mixed(eos_token_id=first)), stop_at_eos=True, strategy="autoregressive")
-    with pytest.raises(ValueError, match="comes with its first token"):
-        warm_up([arm], [Batch.of([[44, 3]])], 4)
+    short, long = Batch.of([[44, 3]]), Batch.of([kit.PROMPT])
+    assert warm_up([arm], [short], 4)["plain"].layer_tokens == kit.NUM_LAYERS * 2
+    with pytest.raises(ValueError, match="came with its first token"):
+        summarise([arm], list(timed([arm], [short], 4, 1)))
+    (measured,) = summarise([arm], list(timed([arm], [short, long], 4, 1)))
+    assert (measured.answers, measured.decoded) == (2, 3)
 
 
 @pytest.mark.parametrize(("max_new_tokens", "repeats", "name"), [(1, 1, "max_new_tokens=1"), (4, 0, "repeats=0")])

@@ -86,7 +86,7 @@ def test_the_beginning_of_a_long_answer_is_drawn(tmp_path: Path) -> None:
 
 def test_the_table_of_exits_has_their_quality_and_best_prediction() -> None:
     header, _, *lines = [line.split() for line in exits_table(FOUND).splitlines()]
-    assert header[:5] == ["exit_layer", "perplexity", "agreement", "expected_acceptance", "decided"]
+    assert header[:5] == ["exit_layer", "perplexity", "agreement", "expected_acceptance", "decided_by_then"]
     assert lines[0] == ["1", "2.00", "0.500", "0.500", "0.250", "0.25", "1", "1.33", "1.00"]
     assert lines[1] == ["2", "2.00", "0.750", "0.500", "0.750", "0.50", "1", "1.33", "1.00"]
     assert lines[2] == ["3", "(last)", "2.00", "1.000", "1.000", "1.000", "–", "–", "–", "–"]
@@ -94,7 +94,7 @@ def test_the_table_of_exits_has_their_quality_and_best_prediction() -> None:
 
 def test_before_costs_the_table_of_exits_has_their_quality_alone() -> None:
     header, _, first, *_ = [line.split() for line in exits_table(STAGES["answers"]).splitlines()]
-    assert header[-1] == "decided"
+    assert header[-1] == "decided_by_then"
     assert first == ["1", "2.00", "0.500", "0.500", "0.250"]
 
 
@@ -108,6 +108,8 @@ def test_without_categories_there_is_no_table_of_them() -> None:
 
 
 def test_the_table_of_real_runs_has_them_beside_their_predictions() -> None:
-    first, second = [line.split() for line in measured_table(MEASURED).splitlines()[2:]]
+    *rows, legend = measured_table(MEASURED).splitlines()[2:]
+    first, second = [line.split() for line in rows]
     assert first == ["1", "2", "1.50", "2.00", "1.00", "0.50", "0.25–2.00", "+100%", "1", "of", "1"]
     assert second[5:7] == ["2.00", "1.50–2.00"]
+    assert "on the 1 answers that were run" in legend
