@@ -1,11 +1,13 @@
 """LayerSkip: one causal language model drafts with its early layers and verifies with the rest."""
 
+from layerskip.decoding.cost import CostTable
 from layerskip.decoding.engine import Engine, load
 from layerskip.decoding.hook import SelfSpeculativeOutput, self_speculative
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.statistics import Statistics
 
 __all__ = [
+    "CostTable",
     "Engine",
     "GenerationResult",
     "SelfSpeculativeOutput",

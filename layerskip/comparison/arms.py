@@ -94,7 +94,7 @@ class Arm:
 
     name: str
     generate: Callable[[Batch, int], Run]
-    exit_layer: int | None = None
+    exit_layer: int | str | None = None
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
     model: PreTrainedModel | None = None

@@ -12,14 +12,15 @@ import torch
 from tqdm import tqdm
 
 from layerskip.comparison.machine import describe_machine
-from layerskip.decoding.choice import GreedyChoice
+from layerskip.decoding.choice import GreedyChoice, Sources
 from layerskip.decoding.cost import CostTable
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.plan import Wishes
-from layerskip.decoding.rows import DecodeSettings
+from layerskip.decoding.rows import DecodeSettings, Past
 from layerskip.decoding.stopping import Stops
 from layerskip.model.draft_head import DraftHead
+from layerskip.model.layered import LayeredModel
 
 # Rounds between two prefills at most, each of which leaves one token more in the cache.
 ROUNDS_PER_TEXT = 16
@@ -30,7 +31,9 @@ PLAIN_STEPS = 5
 class RejectingChoice(GreedyChoice):
     """Accepts no draft, so that rounds of any length can be run at any place of a text, whatever is drafted."""
 
-    def verify(self, scores: torch.Tensor, drafts: Sequence[list[int]]) -> tuple[list[int], list[int | None]]:
+    def verify(
+        self, scores: torch.Tensor, drafts: Sequence[list[int]], sources: Sources
+    ) -> tuple[list[int], list[int | None]]:
         """Returns no accepted draft for each row, and the token that follows its last one; see `GreedyChoice`."""
         targets: list[list[int]] = scores.argmax(-1).tolist()
         return [0] * len(drafts), [target[0] for target in targets]
@@ -55,9 +58,15 @@ class _Samples:
 
 
 def measure_costs(
-    engine: Engine, exit_layers: Sequence[int], max_num_draft_tokens: int, context: Sequence[int], repeats: int
+    engine: Engine,
+    exit_layers: Sequence[int],
+    max_num_draft_tokens: int,
+    context: Sequence[int],
+    repeats: int,
+    *,
+    rows: int = 1,
 ) -> CostTable:
-    """Returns what rounds cost for one row behind `context`: medians over `repeats` passes over all cells.
+    """Returns what rounds cost behind `context`: medians over `repeats` passes over all cells.
 
     In a pass every exit runs a round with 0 to `max_num_draft_tokens` drafts and plain decoding some steps, in an order
     that is shuffled anew, with the engine's own loop and draft head; a pass that is not timed comes first. The progress
@@ -69,12 +78,15 @@ def measure_costs(
         max_num_draft_tokens: the longest round, at least 1.
         context: token ids that stand in the cache, at least one; as many as in use.
         repeats: at least 1.
+        rows: how many rows decode together, each behind the same context and, as all reject, equally far behind it.
 
     Raises:
-        ValueError: no repeat, an exit that the model does not have, or a text too long for it.
+        ValueError: no repeat or row, an exit that the model does not have, or a text too long for it.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} measures nothing; pass 1 or more.")
+    if rows < 1:
+        raise ValueError(f"rows={rows} decodes nothing; pass 1 or more.")
     if not exit_layers or list(exit_layers) != sorted(set(exit_layers)):
         raise ValueError(f"exit_layers={list(exit_layers)} must be one or more layers, rising.")
     if not context:
@@ -92,20 +104,26 @@ def measure_costs(
     settings = DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(budget))
     draws = random.Random(0)
     samples = _Samples()
+    past = _past(layered, context[:-1], rows)
     with tqdm(total=len(cells) * (repeats + 1), desc="measuring costs", unit="round") as progress:
         for turn in range(repeats + 1):
             order = draws.sample(cells, len(cells))
             for first in range(0, len(order), ROUNDS_PER_TEXT):
                 part = order[first : first + ROUNDS_PER_TEXT]
                 loop = DecodeLoop(
-                    layered, [list(context)], settings, choice=RejectingChoice(), draft_token_ids=drafted_ids
+                    layered,
+                    [[context[-1]]] * rows,
+                    settings,
+                    choice=RejectingChoice(),
+                    draft_token_ids=drafted_ids,
+                    past=past,
                 )
                 for cell, seconds in zip(part, timed_rounds(loop, part), strict=True):
                     if turn:
                         samples.add(*cell, seconds)
                     progress.update()
     plain = statistics.median(samples.verifications[layered.num_layers, 0])
-    state = torch.zeros(1, 1, layered.config.hidden_size, dtype=layered.model.dtype, device=layered.device)
+    state = torch.zeros(rows, 1, layered.config.hidden_size, dtype=layered.model.dtype, device=layered.device)
     head = _head_seconds(lambda: layered.logits(state).argmax(-1), repeats)
     draft_head = head
     if drafted_ids is not None:
@@ -130,6 +148,7 @@ def measure_costs(
             "draft_vocab_size": plan.draft_vocab_size,
             "repeats": repeats,
         },
+        rows=rows,
     )
 
 
@@ -138,18 +157,31 @@ def rounds_length(max_num_draft_tokens: int) -> int:
     return ROUNDS_PER_TEXT + max_num_draft_tokens + 2
 
 
+def _past(layered: LayeredModel, context: Sequence[int], rows: int) -> Past | None:
+    """Returns what stands before the last token of all rows; `None` where nothing does.
+
+    It is processed once, for one row: all texts begin behind it, and long ones take longer to read than all rounds.
+    """
+    if not context:
+        return None
+    loop = DecodeLoop(layered, [list(context)], DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(1)))
+    next(loop.blocks())
+    layers = tuple((keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)) for keys, values in loop.kept())
+    return Past(layers, (len(context),) * rows)
+
+
 @torch.inference_mode()
 def timed_rounds(loop: DecodeLoop, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, float]]:
     """Runs a round for each (exit, drafts) behind a prefill and yields its seconds by phase: draft, verify, other.
 
     Args:
-        loop: of one row, not begun yet, with a budget for all rounds.
+        loop: not begun yet, with a budget for all rounds, whose rows accept alike.
         cells: what each round does; (L, 0) is a step of plain decoding.
     """
     rounds = loop.blocks()
     next(rounds)
     for exit_layer, drafts in cells:
-        loop.settings = replace(loop.settings, exit_layer=exit_layer, num_draft_tokens=drafts)
+        loop.chain.settings = replace(loop.chain.settings, exit_layer=exit_layer, num_draft_tokens=drafts)
         before = loop.seconds.copy()
         next(rounds)
         yield {phase: loop.seconds[phase] - before[phase] for phase in ("draft", "verify", "other")}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from layerskip.comparison.arms import Arm
+from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.rows import DecodeSettings
+from layerskip.decoding.stopping import Stops
+from layerskip.model.families import SLIDING_ATTENTION
 from layerskip.model.layered import LayeredModel
 
 if TYPE_CHECKING:
@@ -32,6 +37,57 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
     """Returns the size of what some tensors keep alive: whole storages, each once, of which they may be views."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({(str(storage.device), storage.data_ptr()): storage.nbytes() for storage in storages}.values())
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Bytes of keys and values that hold one row of some tokens.
+
+    Attributes:
+        context: the tokens.
+        shared: of the shared cache, which has room for all tokens in every layer and for one more, where dead ones go.
+        dynamic: of transformers' `DynamicCache` for the model's config, which cuts sliding layers to their window.
+        num_layers: L.
+        sliding_layers: layers with a sliding window.
+    """
+
+    context: int
+    shared: int
+    dynamic: int
+    num_layers: int
+    sliding_layers: int
+
+
+@torch.inference_mode()
+def cache_sizes(layered: LayeredModel, context: Sequence[int]) -> CacheSizes:
+    """Lets both caches hold a text and returns their sizes, those of the tensors that they keep alive.
+
+    The `DynamicCache` has made a step behind the prompt, since it lets go of what leaves a window with the next step.
+
+    Args:
+        layered: the model.
+        context: token ids, at least two.
+
+    Raises:
+        ValueError: fewer, or more than the model can hold.
+    """
+    if len(context) < 2:
+        raise ValueError(f"context has {len(context)} tokens; pass 2 or more, of which the last one is a step.")
+    layered.check_length(len(context) + 1)
+    loop = DecodeLoop(layered, [list(context)], DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(1)))
+    next(loop.blocks())
+    dynamic = DynamicCache(config=layered.config)
+    # The part below the head, since logits of all tokens would be large.
+    body: Any = layered.model.base_model
+    for part in (context[:-1], context[-1:]):
+        body(torch.tensor([list(part)], device=layered.device), cache=dynamic, use_cache=True)
+    return CacheSizes(
+        context=len(context),
+        shared=storage_bytes(_tensors(loop.cache)),
+        dynamic=storage_bytes(_tensors(dynamic)),
+        num_layers=layered.num_layers,
+        sliding_layers=sum(kind == SLIDING_ATTENTION for kind in layered.layer_types),
+    )
 
 
 @contextmanager

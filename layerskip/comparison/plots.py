@@ -55,7 +55,7 @@ def quality_by_layer(quality: Sequence[ExitQuality], num_layers: int, path: Path
     Raises:
         ValueError: no exit below L, or a layer above it.
     """
-    _write(_quality_figure(quality, num_layers), path)
+    write_figure(_quality_figure(quality, num_layers), path)
 
 
 def heat_map(
@@ -71,12 +71,12 @@ def heat_map(
     Raises:
         ValueError: no cells, or a chosen or measured one that is not among them.
     """
-    _write(_heat_map_figure(cells, chosen, measured), path)
+    write_figure(_heat_map_figure(cells, chosen, measured), path)
 
 
 def predicted_against_measured(measured: Sequence[MeasuredCell], path: Path) -> None:
     """Draws predicted over measured speed-ups, with the spread of the repeats and a band of `TOLERANCE` either way."""
-    _write(_predicted_figure(measured), path)
+    write_figure(_predicted_figure(measured), path)
 
 
 def tokens_by_layer(
@@ -93,7 +93,7 @@ def tokens_by_layer(
         layers: the exits in rising order, then L; at least one.
         decided: for each token the layer from which on all choose it.
     """
-    _write(_tokens_figure(tokens, choices, layers, decided), path)
+    write_figure(_tokens_figure(tokens, choices, layers, decided), path)
 
 
 def decided_histogram(decided: Mapping[str, Mapping[int, int]], layers: Sequence[int], path: Path) -> None:
@@ -104,7 +104,7 @@ def decided_histogram(decided: Mapping[str, Mapping[int, int]], layers: Sequence
             several categories and none is called `all`, their sum comes first under that name.
         layers: the exits in rising order, then L.
     """
-    _write(_histogram_figure(decided, layers), path)
+    write_figure(_histogram_figure(decided, layers), path)
 
 
 def benchmark_bars(measurements: Sequence[Measurement], path: Path) -> None:
@@ -112,7 +112,7 @@ def benchmark_bars(measurements: Sequence[Measurement], path: Path) -> None:
 
     Bars are medians over the repeats, whiskers go from the lowest to the highest. Beside them stand tokens per second.
     """
-    _write(_bars_figure(measurements), path)
+    write_figure(_bars_figure(measurements), path)
 
 
 def _quality_figure(quality: Sequence[ExitQuality], num_layers: int) -> Figure:
@@ -121,7 +121,7 @@ def _quality_figure(quality: Sequence[ExitQuality], num_layers: int) -> Figure:
     if not exits or len(exits) + (last is not None) < len(quality):
         found = [each.exit_layer for each in quality]
         raise ValueError(f"quality is of layers {found}; pass one exit or more below {num_layers} and none above it.")
-    figure = _new_figure(10, 4.6)
+    figure = new_figure(10, 4.6)
     shares, perplexities = figure.subplots(1, 2)
     at = [each.exit_layer for each in exits]
     style: dict[str, Any] = {"linewidth": 1.8, "markersize": 5}
@@ -162,7 +162,7 @@ def _heat_map_figure(cells: Sequence[Cell], chosen: tuple[int, int] | None, meas
     grid = np.full((len(exits), len(lengths)), np.nan)
     for (exit_layer, length), value in predicted.items():
         grid[exits.index(exit_layer), lengths.index(length)] = value
-    figure = _new_figure(max(0.62 * len(lengths) + 2.2, 5), max(0.4 * len(exits) + 1.6, 3.4))
+    figure = new_figure(max(0.62 * len(lengths) + 2.2, 5), max(0.4 * len(exits) + 1.6, 3.4))
     axes = figure.subplots()
 
     from matplotlib.colors import TwoSlopeNorm
@@ -199,7 +199,7 @@ def _heat_map_figure(cells: Sequence[Cell], chosen: tuple[int, int] | None, meas
 def _predicted_figure(measured: Sequence[MeasuredCell]) -> Figure:
     if not measured:
         raise ValueError("measured is empty; run at least one cell for real.")
-    figure = _new_figure(7, max(5.4, 0.22 * len(measured) + 1))
+    figure = new_figure(7, max(5.4, 0.22 * len(measured) + 1))
     axes = figure.subplots()
     points = sorted(measured, key=lambda each: (round(each.cell.predicted, 2), -each.measured))
     values = [value for each in points for value in (each.lowest, each.highest, each.cell.predicted)]
@@ -244,7 +244,7 @@ def _tokens_figure(
             raise ValueError(f"{name} has {len(row)} entries for {len(tokens)} tokens; pass one for each.")
     same = np.array([[mine == last for mine, last in zip(row, choices[-1], strict=True)] for row in choices])
     is_decided = np.array(layers)[:, None] >= np.array(decided)[None, :]
-    figure = _new_figure(max(0.53 * len(tokens) + 1, 8), 0.21 * len(layers) + 1.3)
+    figure = new_figure(max(0.53 * len(tokens) + 1, 8), 0.21 * len(layers) + 1.3)
     axes = figure.subplots()
 
     from matplotlib.colors import ListedColormap
@@ -292,7 +292,7 @@ def _histogram_figure(decided: Mapping[str, Mapping[int, int]], layers: Sequence
         together = {layer: sum(counts.get(layer, 0) for counts in decided.values()) for layer in layers}
         panels = {"all": together, **decided}
     columns, rows = min(4, len(panels)), math.ceil(len(panels) / 4)
-    figure = _new_figure(max(3.1 * columns, 5), 2.3 * rows + 0.9)
+    figure = new_figure(max(3.1 * columns, 5), 2.3 * rows + 0.9)
     at, step = np.arange(len(layers)), math.ceil(len(layers) / 8)
     totals = {name: np.cumsum([counts.get(layer, 0) for layer in layers]) for name, counts in panels.items()}
     for index, (name, total) in enumerate(totals.items()):
@@ -317,7 +317,7 @@ def _histogram_figure(decided: Mapping[str, Mapping[int, int]], layers: Sequence
 def _bars_figure(measurements: Sequence[Measurement]) -> Figure:
     if not measurements:
         raise ValueError("measurements is empty; pass at least one.")
-    figure = _new_figure(9, 0.38 * len(measurements) + 1.3)
+    figure = new_figure(9, 0.38 * len(measurements) + 1.3)
     axes = figure.subplots()
     for at, each in enumerate(measurements):
         axes.barh(at, each.ratio, height=0.68, color=BLUE if each.ratio > 1 else ORANGE if each.ratio < 1 else GREY)
@@ -337,7 +337,7 @@ def _setting(exit_layer: int, num_draft_tokens: int) -> str:
     return f"E={exit_layer}, γ={num_draft_tokens}"
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Returns an empty figure of this size in inches, which makes room for its labels by itself."""
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -345,7 +345,7 @@ def _new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _write(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: Path) -> None:
     """Writes a PNG, whole or not at all."""
     with replacing(path) as draft:
         figure.savefig(draft, format="png", dpi=DPI, facecolor="white")

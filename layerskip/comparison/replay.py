@@ -53,6 +53,7 @@ def replay_row(matches: Sequence[bool], num_draft_tokens: int, max_new_tokens: i
         drafted = accepted if ended else allowed
         tally.outcomes[drafted, accepted] += 1
         tally.draft_tokens_processed += drafted
+        tally.draft_tokens_verified += drafted
         tally.cut += ended
         tally.emitted += accepted + (not ended)
     return tally

@@ -14,7 +14,7 @@ from layerskip.decoding.choice import GreedyChoice, SampledChoice
 from layerskip.decoding.handover import Handover, PromptColumns
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
-from layerskip.decoding.plan import Plan
+from layerskip.decoding.plan import ADAPTIVE, AUTO, Plan
 from layerskip.decoding.processors import Processors
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.rows import DecodeSettings
@@ -102,14 +102,19 @@ class Call:
             pad = 0 if options.pad_token_id is None else options.pad_token_id
             transcript = Transcript(handover.input_ids, stops.max_new_tokens, pad)
             processors = Processors(handover.processors, transcript) if handover.processors else None
-        exit_layer = layered.num_layers if plan.exit_layer is None else plan.exit_layer
+        plan.check_choice(options.do_sample, bool(handover.processors), rows)
         settings = DecodeSettings(
-            exit_layer=exit_layer,
+            exit_layer=plan.exit_layer if isinstance(plan.exit_layer, int) else layered.num_layers,
             depth=plan.depth(layered.num_layers),
             num_draft_tokens=0 if plan.num_draft_tokens is None else plan.num_draft_tokens,
             stops=stops,
             keep_scores=options.output_scores,
             keep_logits=options.output_logits,
+            chooses_exit=plan.exit_layer == AUTO,
+            stops_drafts_early=plan.draft_stop == ADAPTIVE,
+            copies_ngrams=plan.copy_ngrams,
+            tree_nodes=plan.tree_nodes,
+            costs=plan.costs,
         )
         loop = DecodeLoop(
             layered,

@@ -10,20 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostTable:
-    """Latencies in seconds, for one row, measured once and frozen since.
+    """Latencies in seconds, of `rows` rows that decode together, measured once and frozen since.
 
-    A round that processes d drafts takes d draft steps and a verification of d + 1 tokens.
+    A round in which each row processes d drafts takes d draft steps and a verification of d + 1 tokens of each row. All
+    latencies are of whole passes, whatever the number of rows in them.
 
     Attributes:
         exit_layers: the exits E that were measured, in rising order.
-        draft_steps: of each exit: one token through layers 1..E and the draft head, its choice read.
-        verifications: of each exit, by width 1, 2, …: the last token through layers 1..E, then `width` exit states
-            through layers E+1..L and the full head, accepting, and rolling the cache back. As many widths for every
-            exit.
-        autoregressive_step: one token of plain decoding: through all layers and the full head, and what is beside.
-        head: the full head over one token, its choice read.
+        draft_steps: of each exit: one token of each row through layers 1..E and the draft head, their choice read.
+        verifications: of each exit, by width 1, 2, …: the last token of each row through layers 1..E, then `width` exit
+            states of each through layers E+1..L and the full head, accepting, and rolling the cache back. As many
+            widths for every exit.
+        autoregressive_step: a step of plain decoding: one token of each row through all layers and the full head, and
+            what is beside.
+        head: the full head over one token of each row, their choice read.
         draft_head: the head that drafts are chosen with, likewise.
-        measured_on: what it was measured on, by name: machine, device, type, tokens in the cache.
+        measured_on: what it was measured on, by name: machine, device, type, tokens in the cache of each row.
+        rows: how many rows were decoded together.
     """
 
     exit_layers: tuple[int, ...]
@@ -33,12 +36,14 @@ class CostTable:
     head: float
     draft_head: float
     measured_on: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 1
 
     def __post_init__(self) -> None:
         """Checks that the parts fit each other.
 
         Raises:
-            ValueError: exits that do not rise, lists of different lengths, or a latency that is no positive number.
+            ValueError: exits that do not rise, lists of different lengths, a latency that is no positive number, or
+                less than one row.
         """
         rising = all(low < high for low, high in zip(self.exit_layers, self.exit_layers[1:], strict=False))
         if not self.exit_layers or self.exit_layers[0] < 1 or not rising:
@@ -55,6 +60,8 @@ class CostTable:
         latencies += [self.autoregressive_step, self.head, self.draft_head]
         if not all(math.isfinite(seconds) and seconds > 0 for seconds in latencies):
             raise ValueError("latencies must be positive numbers of seconds; measure them anew.")
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows} is out of range; allowed are integers from 1 on.")
 
     @property
     def max_num_draft_tokens(self) -> int:
@@ -65,29 +72,38 @@ class CostTable:
         """Returns a draft step over an autoregressive step."""
         return self.draft_steps[self._place(exit_layer)] / self.autoregressive_step
 
-    def round_seconds(self, exit_layer: int, drafts: int) -> float:
-        """Returns what a round takes that processes this many drafts.
+    def seconds(self, exit_layer: int, steps: int, verified: int) -> float:
+        """Returns what a round of all rows takes by its parts.
+
+        Args:
+            exit_layer: E.
+            steps: how often the early layers ran and drafts were chosen from what they gave; one for each draft, unless
+                several were copied or branch off each other.
+            verified: how many drafts of each row passed the late layers.
 
         Raises:
             ValueError: an exit or a number of drafts that was not measured.
         """
         place = self._place(exit_layer)
-        if not 0 <= drafts <= self.max_num_draft_tokens:
-            raise ValueError(f"drafts={drafts} were not measured; measured are 0 to {self.max_num_draft_tokens}.")
-        return drafts * self.draft_steps[place] + self.verifications[place][drafts]
+        if not 0 <= verified <= self.max_num_draft_tokens:
+            raise ValueError(f"drafts={verified} were not measured; measured are 0 to {self.max_num_draft_tokens}.")
+        return steps * self.draft_steps[place] + self.verifications[place][verified]
+
+    def round_seconds(self, exit_layer: int, drafts: int) -> float:
+        """Returns what a round takes in which each row drafts one token after the other; errors are as of `seconds`."""
+        return self.seconds(exit_layer, drafts, drafts)
 
     def verify_cost(self, exit_layer: int, drafts: int) -> float:
         """Returns a verification of this many drafts over an autoregressive step; errors are as of `round_seconds`."""
-        seconds = self.round_seconds(exit_layer, drafts) - drafts * self.draft_steps[self._place(exit_layer)]
-        return seconds / self.autoregressive_step
+        return self.seconds(exit_layer, 0, drafts) / self.autoregressive_step
 
     def speed_up(self, exit_layer: int, rounds: Mapping[int, int], tokens: int) -> float:
-        """Returns the speed of some rounds over plain decoding of the same tokens.
+        """Returns the speed of some rounds over plain decoding of the same tokens, whose steps give `rows` each.
 
         Args:
             exit_layer: of the rounds.
             rounds: how many rounds processed how many drafts, {drafts: rounds}; at least one round.
-            tokens: that they emitted.
+            tokens: that they emitted, those of all rows.
 
         Raises:
             ValueError: an exit or a number of drafts that was not measured, or no rounds.
@@ -95,7 +111,7 @@ class CostTable:
         seconds = sum(count * self.round_seconds(exit_layer, drafts) for drafts, count in rounds.items())
         if not seconds:
             raise ValueError("rounds holds none, and without rounds there is no speed.")
-        return tokens * self.autoregressive_step / seconds
+        return tokens / self.rows * self.autoregressive_step / seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as `json.dumps` takes it and `read` reads it."""
@@ -103,7 +119,7 @@ class CostTable:
 
     @classmethod
     def read(cls, stored: Any, where: str) -> CostTable:
-        """Returns a table that was stored as JSON.
+        """Returns a table that was stored as JSON; where it does not say `rows`, it is of one row.
 
         Args:
             stored: what the JSON holds.
@@ -113,18 +129,19 @@ class CostTable:
             ValueError: something is missing, of another type, or does not fit the rest.
         """
         names = [each.name for each in fields(cls)]
-        if not isinstance(stored, Mapping) or set(stored) != set(names):
+        if not isinstance(stored, Mapping) or {*stored, "rows"} != set(names):
             found = sorted(stored) if isinstance(stored, Mapping) else stored
             raise ValueError(f"{where} has {found!r}, where a table of costs has {', '.join(names)}; measure it anew.")
         try:
             return cls(
-                exit_layers=tuple(_integer(layer) for layer in stored["exit_layers"]),
+                exit_layers=tuple(_integer(layer, "layer") for layer in stored["exit_layers"]),
                 draft_steps=tuple(_number(seconds) for seconds in stored["draft_steps"]),
                 verifications=tuple(tuple(_number(seconds) for seconds in row) for row in stored["verifications"]),
                 autoregressive_step=_number(stored["autoregressive_step"]),
                 head=_number(stored["head"]),
                 draft_head=_number(stored["draft_head"]),
                 measured_on=_conditions(stored["measured_on"]),
+                rows=_integer(stored.get("rows", 1), "number of rows"),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error
@@ -147,7 +164,7 @@ def _conditions(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _integer(value: Any) -> int:
+def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is a {type(value).__name__}, not a layer; measure it anew.")
+        raise TypeError(f"{value!r} is a {type(value).__name__}, not a {what}; measure it anew.")
     return value

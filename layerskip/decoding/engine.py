@@ -13,7 +13,7 @@ from layerskip.decoding.call import Call
 from layerskip.decoding.cost import CostTable
 from layerskip.decoding.handover import Handover, behind_cache, read_columns
 from layerskip.decoding.options import GenerationOptions, check_config, merged_config, token_ids, with_values
-from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
+from layerskip.decoding.plan import NAMES, Limits, Plan, Wishes, make_plan
 from layerskip.decoding.prompts import inferred_mask, read_prompts
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.model.cache import CachedTokens
@@ -42,27 +42,43 @@ class Engine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        exit_layer: int | None = None,
+        exit_layer: int | str | None = None,
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
+        draft_stop: str | None = None,
+        copy_ngrams: bool | None = None,
+        tree_nodes: int | None = None,
+        compile: bool | None = None,
         draft_token_ids: torch.Tensor | None = None,
+        cost_table: CostTable | None = None,
     ) -> None:
         """Makes an engine for `model`.
 
         Args:
             model: a transformers causal LM of a supported family, in eval mode when it generates.
             tokenizer: for prompts and results as text.
-            exit_layer: E, how many layers a draft runs, 1 to L − 1; by default the checkpoint's.
-            num_draft_tokens: γ, at most how many tokens a round drafts; by default the checkpoint's, else 4.
+            exit_layer: E, how many layers a draft runs, 1 to L − 1; "auto" chooses among the exits of the cost table
+                before every round, or plain decoding where none pays. By default the checkpoint's.
+            num_draft_tokens: γ, at most how many tokens a round drafts, of a tree its depth; by default the
+                checkpoint's, else 4; where rounds are decided by cost, as many as the cost table knows.
             draft_vocab_size: how many of `draft_token_ids`, from the first on, can be drafted, so that drafting reads
                 only these rows of the head; the model's vocabulary size for the full head. By default the
                 checkpoint's, else all of `draft_token_ids`, else the full head. Verification always has the full
                 head, so that the output is the same.
+            draft_stop: "static" drafts γ tokens; "adaptive" ends a draft where one more no longer pays, by the cost
+                table and by what the call has shown so far.
+            copy_ngrams: drafts that continue the last few tokens as the text did before pass the early layers at once
+                instead of one by one; which drafts there are does not change.
+            tree_nodes: draft a tree of at most so many likely tokens instead of a chain; greedy decoding only.
+            compile: compile rounds with torch.compile, for one row and greedy decoding without processors. The first
+                call of a kind takes a minute or so for that.
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
+            cost_table: what rounds cost on this machine, see `layerskip.comparison.latency.measure_costs`; by default
+                the checkpoint's.
 
         Raises:
-            ValueError: a model that is not supported, a number out of range, or token ids that the model does not
-                have or that occur twice.
+            ValueError: a model that is not supported, a number out of range, options that do not go together, or token
+                ids that the model does not have or that occur twice.
             TypeError: `model` is no transformers model, `tokenizer` no tokenizer, a number is no integer, or
                 `draft_token_ids` no tensor.
         """
@@ -81,6 +97,11 @@ class Engine:
         self.exit_layer = exit_layer
         self.num_draft_tokens = num_draft_tokens
         self.draft_vocab_size = draft_vocab_size
+        self.draft_stop = draft_stop
+        self.copy_ngrams = copy_ngrams
+        self.tree_nodes = tree_nodes
+        self.compile = compile
+        self._cost_table = cost_table
         self._wishes.checked(self._limits(layered))
 
     def generate(
@@ -89,9 +110,13 @@ class Engine:
         *,
         attention_mask: torch.Tensor | None = None,
         strategy: str = "self_speculative",
-        exit_layer: int | None = None,
+        exit_layer: int | str | None = None,
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
+        draft_stop: str | None = None,
+        copy_ngrams: bool | None = None,
+        tree_nodes: int | None = None,
+        compile: bool | None = None,
         cache: CachedTokens | None = None,
         return_cache: bool = False,
         generator: torch.Generator | None = None,
@@ -110,9 +135,8 @@ class Engine:
             attention_mask: `(batch, tokens)` beside token ids: 0 for padding, which may stand on either side.
             strategy: "self_speculative" drafts with layers 1..E and verifies with the rest; "autoregressive" runs
                 all layers for every token; "early_exit" answers from layers 1..E alone, which is another, worse model.
-            exit_layer: E for this call.
-            num_draft_tokens: γ for this call.
-            draft_vocab_size: for this call.
+            exit_layer, num_draft_tokens, draft_vocab_size, draft_stop, copy_ngrams, tree_nodes, compile: for this
+                call; see `Engine`.
             cache: the `cache` of an earlier result of this model, for a conversation: the prompts are the whole
                 conversation so far, and what the cache holds of their beginnings is not processed again.
             return_cache: give the result a `cache`.
@@ -142,6 +166,10 @@ class Engine:
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             draft_vocab_size=draft_vocab_size,
+            draft_stop=draft_stop,
+            copy_ngrams=copy_ngrams,
+            tree_nodes=tree_nodes,
+            compile=compile,
             cache=cache,
             return_cache=return_cache,
             generator=generator,
@@ -178,22 +206,29 @@ class Engine:
 
     @property
     def cost_table(self) -> CostTable | None:
-        """What rounds cost where the checkpoint's exits were compared; `None` where it does not say.
+        """What rounds cost: as passed, or where the checkpoint's exits were compared; `None` where nobody says.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the checkpoint's is damaged.
         """
         stored = self.metadata.cost_table
-        return None if stored is None else CostTable.read(stored, "the checkpoint's cost_table")
+        if self._cost_table is not None or stored is None:
+            return self._cost_table
+        return CostTable.read(stored, "the checkpoint's cost_table")
 
     def plan(self, strategy: str, wishes: Wishes) -> Plan:
-        """Returns how a call with this strategy and these numbers decodes: what they leave open is filled in.
+        """Returns how a call with this strategy and these wishes decodes: what they leave open is filled in.
 
         Raises:
             TypeError, ValueError: what the call would refuse.
         """
         return make_plan(
-            strategy, wishes, engine=self._wishes, metadata=self.metadata, limits=self._limits(self.layered)
+            strategy,
+            wishes,
+            engine=self._wishes,
+            metadata=self.metadata,
+            limits=self._limits(self.layered),
+            costs=self.cost_table,
         )
 
     @property
@@ -207,7 +242,7 @@ class Engine:
 
     @property
     def _wishes(self) -> Wishes:
-        return Wishes(self.exit_layer, self.num_draft_tokens, self.draft_vocab_size)
+        return Wishes(**{name: getattr(self, name) for name in NAMES})
 
     def _limits(self, layered: LayeredModel) -> Limits:
         ids = 0 if self.draft_token_ids is None else len(self.draft_token_ids)
@@ -237,9 +272,6 @@ class Engine:
         *,
         attention_mask: torch.Tensor | None = None,
         strategy: str = "self_speculative",
-        exit_layer: int | None = None,
-        num_draft_tokens: int | None = None,
-        draft_vocab_size: int | None = None,
         cache: CachedTokens | None = None,
         return_cache: bool = False,
         generator: torch.Generator | None = None,
@@ -251,7 +283,8 @@ class Engine:
     ) -> Call:
         """Checks everything a caller may get wrong and returns a call that is ready to run."""
         layered = self.layered
-        plan = self.plan(strategy, Wishes(exit_layer, num_draft_tokens, draft_vocab_size))
+        wishes = {name: arguments.pop(name) for name in NAMES if name in arguments}
+        plan = self.plan(strategy, Wishes(**wishes))
         self.check_is_in_eval_mode()
         # `None` leaves these open, as in `generate`.
         open_if_none = ("max_length", "min_length", "num_beams", "num_return_sequences")
@@ -313,9 +346,14 @@ class Engine:
 def load(
     path_or_id: str | os.PathLike[str],
     *,
-    exit_layer: int | None = None,
+    exit_layer: int | str | None = None,
     num_draft_tokens: int | None = None,
     draft_vocab_size: int | None = None,
+    draft_stop: str | None = None,
+    copy_ngrams: bool | None = None,
+    tree_nodes: int | None = None,
+    compile: bool | None = None,
+    cost_table: CostTable | None = None,
     base: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -327,8 +365,8 @@ def load(
     Args:
         path_or_id: a local folder, or a model id on the Hugging Face hub. LoRA adapters in a folder of their own are
             merged into the model that they name, in fp32, and the sums rounded once to `dtype`.
-        exit_layer: E; by default the checkpoint's recommendation.
-        num_draft_tokens: γ; by default the checkpoint's recommendation, else 4.
+        exit_layer, num_draft_tokens, draft_stop, copy_ngrams, tree_nodes, compile, cost_table: see `Engine`; by default
+            the checkpoint's recommendation, where it has one.
         draft_vocab_size: how many of the checkpoint's draft token ids to draft from; the model's vocabulary size for
             the full head. By default the checkpoint's recommendation, else all that it has, else the full head.
         base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
@@ -357,5 +395,10 @@ def load(
         exit_layer=exit_layer,
         num_draft_tokens=num_draft_tokens,
         draft_vocab_size=draft_vocab_size,
+        draft_stop=draft_stop,
+        copy_ngrams=copy_ngrams,
+        tree_nodes=tree_nodes,
+        compile=compile,
         draft_token_ids=checkpoint.draft_token_ids,
+        cost_table=cost_table,
     )

@@ -124,7 +124,10 @@ def read_columns(layered: LayeredModel, handover: Handover) -> PromptColumns:
     past = None
     if cache is not None:
         layers = read_dynamic_cache(cache, starts, layered.num_layers)
-        past = Past(layers, tuple(max(0, held - start) for start in starts))
+        known = None
+        if skipped == 0 and embedded is None:
+            known = tuple(tuple(inputs[row, start:held].tolist()) for row, start in enumerate(starts))
+        past = Past(layers, tuple(max(0, held - start) for start in starts), known)
     return PromptColumns(prompts, starts, min(ends) == width, past)
 
 
@@ -170,7 +173,8 @@ def behind_cache(
             )
         lengths.append(min(shared, len(row) - 1))
     prompts: list[Prompt] = [row[length:] for row, length in zip(rows, lengths, strict=True)]
-    return replace(columns, prompts=prompts, past=Past(cache.layers, tuple(lengths)))
+    known = tuple(tuple(row[:length]) for row, length in zip(rows, lengths, strict=True))
+    return replace(columns, prompts=prompts, past=Past(cache.layers, tuple(lengths), known))
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from layerskip.decoding.call import Call
+from layerskip.decoding.cost import CostTable
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.handover import Handover, PromptColumns, read_columns
 from layerskip.decoding.options import check_supported
@@ -50,10 +51,15 @@ class SelfSpeculativeOutput(ModelOutput):
 
 def self_speculative(
     *,
-    exit_layer: int | None = None,
+    exit_layer: int | str | None = None,
     num_draft_tokens: int | None = None,
     draft_vocab_size: int | None = None,
+    draft_stop: str | None = None,
+    copy_ngrams: bool | None = None,
+    tree_nodes: int | None = None,
+    compile: bool | None = None,
     draft_token_ids: torch.Tensor | None = None,
+    cost_table: CostTable | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -79,9 +85,8 @@ def self_speculative(
         >>> model.generate(**inputs, custom_generate=layerskip.self_speculative(exit_layer=8), max_new_tokens=64)
 
     Args:
-        exit_layer: E, how many layers a draft runs, 1 to L − 1; by default the checkpoint's.
-        num_draft_tokens: γ, at most how many tokens a round drafts; by default the checkpoint's, else 4.
-        draft_vocab_size: how many of `draft_token_ids` can be drafted; see `Engine`.
+        exit_layer, num_draft_tokens, draft_vocab_size, draft_stop, copy_ngrams, tree_nodes, compile, cost_table: as
+            `Engine` takes them, by default the checkpoint's.
         draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
         streamer: a transformers streamer, for one row: gets the prompt, then what each round emits at once.
         tokenizer: to find `stop_strings` in tokens.
@@ -105,7 +110,12 @@ def self_speculative(
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             draft_vocab_size=draft_vocab_size,
+            draft_stop=draft_stop,
+            copy_ngrams=copy_ngrams,
+            tree_nodes=tree_nodes,
+            compile=compile,
             draft_token_ids=draft_token_ids,
+            cost_table=cost_table,
         )
         plan = engine.plan("self_speculative", Wishes())
         engine.check_is_in_eval_mode()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
+from layerskip.decoding.cost import CostTable
 from layerskip.model.metadata import Metadata
 
 STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
 DEFAULT_NUM_DRAFT_TOKENS = 4
+AUTO = "auto"
+STATIC, ADAPTIVE = DRAFT_STOPS = ("static", "adaptive")
+# Beyond that a pass costs more than the few likely tokens in it can bring.
+MAX_TREE_NODES = 64
 STORED = "the checkpoint's "
 NO_EXIT = "the model has a single layer, which cannot draft for itself; use strategy='autoregressive'."
 
@@ -20,19 +25,51 @@ class Plan:
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        exit_layer: E, counted from 1; `None` for "autoregressive".
-        num_draft_tokens: γ; `None` where nothing is drafted.
+        exit_layer: E, counted from 1; "auto" where it is chosen between rounds; `None` for "autoregressive".
+        num_draft_tokens: γ, of a tree its depth; `None` where nothing is drafted.
         draft_vocab_size: how many of the draft token ids to draft from; `None` for the full head.
+        draft_stop: "static" drafts γ tokens, "adaptive" ends where one more no longer pays.
+        copy_ngrams: draft behind spans that are copied from the text.
+        tree_nodes: at most how many tokens a round drafts as a tree; `None` drafts a chain.
+        compile: compile rounds.
+        costs: what rounds cost, where the plan depends on it.
     """
 
     strategy: str
-    exit_layer: int | None = None
+    exit_layer: int | str | None = None
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
+    draft_stop: str = "static"
+    copy_ngrams: bool = False
+    tree_nodes: int | None = None
+    compile: bool = False
+    costs: CostTable | None = None
 
     def depth(self, num_layers: int) -> int:
         """Returns the layer whose exit gives the output: the last one, or E for an answer from the early layers."""
-        return self.exit_layer if self.strategy == "early_exit" and self.exit_layer is not None else num_layers
+        return self.exit_layer if self.strategy == "early_exit" and isinstance(self.exit_layer, int) else num_layers
+
+    def check_choice(self, is_sampled: bool, has_processors: bool, rows: int) -> None:
+        """Checks that a call's tokens can be chosen as it asks for in rounds as they are planned.
+
+        Args:
+            is_sampled: tokens are drawn.
+            has_processors: logits pass processors before.
+            rows: of the batch.
+
+        Raises:
+            ValueError: they cannot; the message says what to leave out.
+        """
+        reasons = {
+            "do_sample=True": is_sampled,
+            "logits processors (penalties, min_new_tokens, bad words and the like)": has_processors,
+        }
+        options = {f"tree_nodes={self.tree_nodes}": self.tree_nodes is not None, "compile=True": self.compile}
+        for option in (name for name, is_on in options.items() if is_on):
+            for reason in (name for name, is_so in reasons.items() if is_so):
+                raise ValueError(f"{option} does not go with {reason}; leave one of them out.")
+        if self.compile and rows > 1:
+            raise ValueError(f"compile=True decodes one row at a time, and there are {rows}; pass one prompt.")
 
 
 @dataclass(frozen=True)
@@ -52,19 +89,47 @@ class Limits:
 
 @dataclass(frozen=True)
 class Wishes:
-    """The numbers that a call or an engine asks for, `None` where it leaves one open."""
+    """What a call or an engine asks for, `None` where it leaves something open; the names are those of `Plan`."""
 
-    exit_layer: int | None = None
+    exit_layer: int | str | None = None
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
+    draft_stop: str | None = None
+    copy_ngrams: bool | None = None
+    tree_nodes: int | None = None
+    compile: bool | None = None
 
     def checked(self, limits: Limits) -> Wishes:
-        """Returns the same numbers as plain integers; raises TypeError for what is none, ValueError out of range."""
-        return Wishes(
-            check_exit_layer(self.exit_layer, limits.num_layers),
-            check_num_draft_tokens(self.num_draft_tokens),
-            check_draft_vocab_size(self.draft_vocab_size, limits),
+        """Returns the same with numbers as plain integers.
+
+        Raises:
+            TypeError: a number that is none, or a switch that is neither true nor false.
+            ValueError: a number out of range, or an unknown word.
+        """
+        if self.draft_stop is not None and self.draft_stop not in DRAFT_STOPS:
+            raise ValueError(f"draft_stop={self.draft_stop!r} is unknown; allowed are {', '.join(DRAFT_STOPS)}.")
+        for name in ("copy_ngrams", "compile"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | None):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
+        exit_layer = self.exit_layer
+        return replace(
+            self,
+            exit_layer=AUTO if exit_layer == AUTO else check_exit_layer(exit_layer, limits.num_layers),
+            num_draft_tokens=check_num_draft_tokens(self.num_draft_tokens),
+            draft_vocab_size=check_draft_vocab_size(self.draft_vocab_size, limits),
+            tree_nodes=_checked_count(
+                "tree_nodes", self.tree_nodes, MAX_TREE_NODES, f"allowed are 1 to {MAX_TREE_NODES}"
+            ),
         )
+
+    def over(self, others: Wishes) -> Wishes:
+        """Returns these wishes, and those of `others` where these leave something open."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(others, **{name: value for name, value in own.items() if value is not None})
+
+
+NAMES = tuple(each.name for each in fields(Wishes))
 
 
 def make_plan(
@@ -74,48 +139,48 @@ def make_plan(
     engine: Wishes,
     metadata: Metadata,
     limits: Limits,
+    costs: CostTable | None = None,
 ) -> Plan:
     """Returns the plan of a call; its own arguments override the engine's, those the checkpoint's.
 
     Args:
         strategy: one of `STRATEGIES`.
-        call: the call's own numbers.
-        engine: the engine's.
+        call: what the call itself asks for.
+        engine: what the engine asks for.
         metadata: the checkpoint's.
         limits: what all of them have to fit.
+        costs: what rounds cost, where it is known.
 
     Raises:
-        TypeError: a number that is no integer.
-        ValueError: a number out of range, an unknown strategy, a number that the strategy has no use for, or no exit
-            layer where one is needed.
+        TypeError: a number that is no integer, or a switch that is neither true nor false.
+        ValueError: something out of range or unknown, that the strategy has no use for, that does not go together, or
+            that needs costs which nobody has measured; or no exit layer where one is needed.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; allowed are {', '.join(STRATEGIES)}.")
-    call = call.checked(limits)
-    drafting = {"num_draft_tokens": call.num_draft_tokens, "draft_vocab_size": call.draft_vocab_size}
-    useless = {} if strategy == "self_speculative" else drafting
-    if strategy == "autoregressive":
-        useless = {"exit_layer": call.exit_layer, **useless}
-    for name, value in useless.items():
-        if value is not None:
+    call, engine = call.checked(limits), engine.checked(limits)
+    useful = {"self_speculative": set(NAMES), "early_exit": {"exit_layer", "compile"}, "autoregressive": {"compile"}}
+    for name in NAMES:
+        value = getattr(call, name)
+        if value is not None and name not in useful[strategy]:
             raise ValueError(f"{name}={value} has no meaning with strategy={strategy!r}; leave it out.")
+    asked = call.over(engine)
     if strategy == "autoregressive":
-        return Plan(strategy)
-
+        return Plan(strategy, compile=bool(asked.compile))
+    exit_layer = asked.exit_layer
     num_layers = limits.num_layers
-    chosen = call.exit_layer if call.exit_layer is not None else check_exit_layer(engine.exit_layer, num_layers)
-    if chosen is None:
-        chosen = check_exit_layer(metadata.exit_layer, num_layers, f"{STORED}exit_layer")
-    if chosen is None and metadata.compared:
-        if strategy == "self_speculative" and call == Wishes():
-            return Plan("autoregressive")
+    if exit_layer is None:
+        exit_layer = check_exit_layer(metadata.exit_layer, num_layers, f"{STORED}exit_layer")
+    if exit_layer is None and metadata.compared:
+        if strategy == "self_speculative" and replace(call, compile=None) == Wishes():
+            return Plan("autoregressive", compile=bool(asked.compile))
         raise ValueError(
             f"strategy={strategy!r} without exit_layer: the checkpoint says that no exit pays; pass an exit_layer of "
             f"1..{num_layers - 1} to use one all the same."
         )
     if num_layers < 2:
         raise ValueError(f"strategy={strategy!r} needs an exit, and {NO_EXIT}")
-    if chosen is None:
+    if exit_layer is None:
         trained = ""
         if metadata.exit_layers:
             trained = f" (trained are {', '.join(map(str, metadata.exit_layers))})"
@@ -124,22 +189,79 @@ def make_plan(
             "one; inference/compare_exits.py finds out which one pays and stores it."
         )
     if strategy == "early_exit":
-        return Plan(strategy, chosen)
-    drafts = call.num_draft_tokens
-    if drafts is None:
-        drafts = check_num_draft_tokens(engine.num_draft_tokens)
-    if drafts is None:
-        drafts = check_num_draft_tokens(metadata.num_draft_tokens, f"{STORED}num_draft_tokens")
-    if drafts is None:
-        drafts = DEFAULT_NUM_DRAFT_TOKENS
-    return Plan(strategy, chosen, drafts, _draft_vocab_size(call, engine, metadata, limits))
+        if exit_layer == AUTO:
+            raise ValueError(f"exit_layer={AUTO!r} has no meaning with strategy='early_exit'; pass a number.")
+        return Plan(strategy, exit_layer, compile=bool(asked.compile))
+    _check_together(replace(asked, exit_layer=exit_layer))
+    by_cost = exit_layer == AUTO or asked.draft_stop == ADAPTIVE
+    if by_cost:
+        _check_costs(exit_layer, asked.num_draft_tokens, costs)
+    return Plan(
+        strategy,
+        exit_layer,
+        _num_draft_tokens(asked, metadata, costs if by_cost else None),
+        _draft_vocab_size(asked, metadata, limits),
+        asked.draft_stop or STATIC,
+        bool(asked.copy_ngrams),
+        asked.tree_nodes,
+        bool(asked.compile),
+        costs if by_cost else None,
+    )
 
 
-def _draft_vocab_size(call: Wishes, engine: Wishes, metadata: Metadata, limits: Limits) -> int | None:
+def _check_together(asked: Wishes) -> None:
+    """Raises where two options exclude each other."""
+    switches = {
+        f"exit_layer={AUTO!r}": asked.exit_layer == AUTO,
+        f"draft_stop={ADAPTIVE!r}": asked.draft_stop == ADAPTIVE,
+        "copy_ngrams=True": bool(asked.copy_ngrams),
+        f"tree_nodes={asked.tree_nodes}": asked.tree_nodes is not None,
+        "compile=True": bool(asked.compile),
+    }
+    on = [name for name, is_on in switches.items() if is_on]
+    # A tree has a shape of its own, and compiled rounds have one that is fixed: neither goes with another option.
+    alone = [name for name in on if name.startswith(("tree_nodes", "compile"))]
+    if alone and len(on) > 1:
+        others = " and ".join(name for name in on if name != alone[0])
+        raise ValueError(f"{alone[0]} does not go with {others}; leave one of them out.")
+
+
+def _check_costs(exit_layer: int | str, num_draft_tokens: int | None, costs: CostTable | None) -> None:
+    """Raises where rounds are to be decided by costs that are not known."""
+    option = f"exit_layer={AUTO!r}" if exit_layer == AUTO else f"draft_stop={ADAPTIVE!r}"
+    if costs is None:
+        raise ValueError(
+            f"{option} needs to know what rounds cost, and the checkpoint does not say; run inference/compare_exits.py "
+            "with --save, or pass a cost_table."
+        )
+    if exit_layer != AUTO and exit_layer not in costs.exit_layers:
+        raise ValueError(
+            f"{option} with exit_layer={exit_layer}, but the cost table has exits {list(costs.exit_layers)}; take one "
+            "of these, or measure anew."
+        )
+    if num_draft_tokens is not None and num_draft_tokens > costs.max_num_draft_tokens:
+        raise ValueError(
+            f"num_draft_tokens={num_draft_tokens} with {option}, but the cost table ends at "
+            f"{costs.max_num_draft_tokens}; take no more than that, or measure anew."
+        )
+
+
+def _num_draft_tokens(asked: Wishes, metadata: Metadata, costs: CostTable | None) -> int:
+    """Returns γ; where rounds are decided by cost, the longest that is known, since it is a limit only."""
+    if asked.num_draft_tokens is not None:
+        return asked.num_draft_tokens
+    if costs is not None:
+        return costs.max_num_draft_tokens
+    if asked.tree_nodes is not None:
+        # What the checkpoint recommends is the length of a chain.
+        return DEFAULT_NUM_DRAFT_TOKENS
+    stored = check_num_draft_tokens(metadata.num_draft_tokens, f"{STORED}num_draft_tokens")
+    return DEFAULT_NUM_DRAFT_TOKENS if stored is None else stored
+
+
+def _draft_vocab_size(asked: Wishes, metadata: Metadata, limits: Limits) -> int | None:
     """Returns how many of the draft token ids to draft from; `None` for the full head."""
-    size = call.draft_vocab_size
-    if size is None:
-        size = check_draft_vocab_size(engine.draft_vocab_size, limits)
+    size = asked.draft_vocab_size
     if size is None and limits.num_draft_token_ids:
         size = check_draft_vocab_size(metadata.draft_vocab_size, limits, f"{STORED}draft_vocab_size")
         if size is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from layerskip.decoding.cost import CostTable
 from layerskip.decoding.statistics import Tally
 from layerskip.decoding.stopping import Stops
 from layerskip.model.cache import Layers
@@ -17,10 +18,17 @@ Prompt = Sequence[int] | torch.Tensor
 
 @dataclass(frozen=True)
 class Past:
-    """What stands before the prompts already: keys and values of each layer, and how many slots of each row count."""
+    """What stands before the prompts already.
+
+    Attributes:
+        layers: keys and values of each layer.
+        lengths: how many slots of each row count.
+        token_ids: the tokens of these slots, where they are known.
+    """
 
     layers: Layers
     lengths: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,11 @@ class DecodeSettings:
         stops: what ends a row.
         keep_scores: keep the processed scores that each emitted token was chosen from.
         keep_logits: keep these scores as they were before processing.
+        chooses_exit: choose the exit, and how many of γ tokens to draft, before every round.
+        stops_drafts_early: end a draft where one more no longer pays.
+        copies_ngrams: draft behind spans that are copied from the text.
+        tree_nodes: at most how many tokens a round drafts as a tree, γ deep; `None` drafts a chain.
+        costs: what rounds cost, where exits are chosen or drafts end by it.
     """
 
     exit_layer: int
@@ -42,6 +55,15 @@ class DecodeSettings:
     stops: Stops
     keep_scores: bool = False
     keep_logits: bool = False
+    chooses_exit: bool = False
+    stops_drafts_early: bool = False
+    copies_ngrams: bool = False
+    tree_nodes: int | None = None
+    costs: CostTable | None = None
+
+    def most_drafts(self, row: Row) -> int:
+        """Returns how many drafts a row's budget leaves room for, beside the target that follows them."""
+        return min(self.num_draft_tokens, self.stops.max_new_tokens - len(row.tokens) - 1)
 
 
 @dataclass

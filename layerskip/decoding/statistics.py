@@ -15,9 +15,12 @@ class Tally:
 
     Attributes:
         outcomes: how many rounds ended as (drafted, accepted), both counted up to where the output is cut.
+        work: how many rounds drafted with which exit, in how many steps, and sent how many drafts to verification:
+            {(E, steps, V): rounds}. Those of the last layer are steps of plain decoding.
         emitted: new tokens, the one from prefill included.
         cut: rounds whose own target token was cut away.
         draft_tokens_processed: drafts that passed the early layers.
+        draft_tokens_verified: drafts that passed the late layers.
         early_layer_tokens: tokens that passed layers 1..E (all layers where there is no exit).
         late_layer_tokens: tokens that passed layers E+1..L.
         padding_tokens: dead tokens that passed the layers beside this row's own.
@@ -25,9 +28,11 @@ class Tally:
     """
 
     outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    work: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     emitted: int = 0
     cut: int = 0
     draft_tokens_processed: int = 0
+    draft_tokens_verified: int = 0
     early_layer_tokens: int = 0
     late_layer_tokens: int = 0
     padding_tokens: int = 0
@@ -40,21 +45,23 @@ class Statistics:
 
     Attributes:
         strategy: what was done: "self_speculative", "autoregressive" or "early_exit".
-        exit_layer: E, counted from 1; `None` without one.
+        exit_layer: E, counted from 1; "auto" where it was chosen between rounds; `None` without one.
         num_draft_tokens: γ, at most how many tokens a round drafts; `None` where nothing is drafted.
         rounds: R, a draft and its verification each, summed over rows.
-        drafted: drafts, up to where the output is cut.
+        rounds_by_exit: {E: rounds}; those of the last layer are steps of plain decoding.
+        drafted: drafts, up to where the output is cut; of a tree its depth.
         accepted: accepted drafts, likewise.
         emitted: N, new tokens; each row's first comes from prefill: N = rows + accepted + R − cut.
         cut: rounds whose own target token was cut away.
-        draft_tokens_processed: D, everything that was processed as a draft.
+        draft_tokens_processed: D, everything that was processed as a draft, copied tokens and nodes of trees included.
+        draft_tokens_verified: V, what of this was sent to verification: all but what an exit cut of a copied span.
         draft_acceptance_rate: accepted / drafted; `None` when nothing was drafted.
         mean_acceptance_length: (N − rows) / R, tokens per round; `None` when R = 0.
         acceptance_by_position: for the i-th draft (from 1): rounds that accepted the first i drafts over rounds that
             drafted at least i.
         acceptance_histogram: {accepted drafts: rounds}.
         early_layer_tokens: tokens through layers 1..E: prompt + D + R.
-        late_layer_tokens: tokens through layers E+1..L: prompt + D + R; 0 for "early_exit".
+        late_layer_tokens: tokens through layers E+1..L: prompt + V + R; 0 for "early_exit".
         padding_tokens: dead tokens of the batch, which pass all layers beside these.
         seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded.
         decode_tokens_per_second: (N − rows) / seconds without prefill; `None` when nothing followed prefill.
@@ -63,14 +70,16 @@ class Statistics:
     """
 
     strategy: str
-    exit_layer: int | None
+    exit_layer: int | str | None
     num_draft_tokens: int | None
     rounds: int
+    rounds_by_exit: dict[int, int]
     drafted: int
     accepted: int
     emitted: int
     cut: int
     draft_tokens_processed: int
+    draft_tokens_verified: int
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None
     acceptance_by_position: tuple[float, ...]
@@ -89,7 +98,7 @@ class Statistics:
         tallies: Sequence[Tally],
         seconds: Counter[str],
         strategy: str,
-        exit_layer: int | None,
+        exit_layer: int | str | None,
         num_draft_tokens: int | None,
         per_row: tuple[Statistics, ...] = (),
     ) -> Statistics:
@@ -114,11 +123,13 @@ class Statistics:
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             rounds=rounds,
+            rounds_by_exit=rounds_by_exit(tallies),
             drafted=drafted,
             accepted=accepted,
             emitted=emitted,
             cut=sum(tally.cut for tally in tallies),
             draft_tokens_processed=sum(tally.draft_tokens_processed for tally in tallies),
+            draft_tokens_verified=sum(tally.draft_tokens_verified for tally in tallies),
             draft_acceptance_rate=accepted / drafted if drafted else None,
             mean_acceptance_length=decoded / rounds if rounds else None,
             acceptance_by_position=acceptance_by_position(outcomes),
@@ -152,6 +163,15 @@ class Statistics:
     def to_dict(self) -> dict[str, object]:
         """Returns the figures as a dictionary that `json.dumps` takes."""
         return asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "tallies"})
+
+
+def rounds_by_exit(tallies: Sequence[Tally]) -> dict[int, int]:
+    """Returns how many rounds drafted with which exit, {E: rounds}, rising."""
+    rounds: Counter[int] = Counter()
+    for tally in tallies:
+        for (exit_layer, _, _), count in tally.work.items():
+            rounds[exit_layer] += count
+    return dict(sorted(rounds.items()))
 
 
 def acceptance_by_position(outcomes: Counter[tuple[int, int]]) -> tuple[float, ...]:

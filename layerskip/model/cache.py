@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class CachedTokens:
 
 class SharedCacheLayer(CacheLayerMixin):
     """Keys and values of one layer: `(rows, heads, capacity, head size)`, where slot i of a row holds its position i.
+
+    Only the nodes of a draft tree hold other positions, until `compact` moves the accepted ones to theirs.
 
     The buffers are allocated with the first keys and never move. `lengths` says, per row, how many slots count; what
     lies behind is left over from rejected drafts or padding and is overwritten before anything can attend to it.
@@ -98,6 +101,12 @@ class SharedCacheLayer(CacheLayerMixin):
             buffer[:, :, : max(lengths)] = states[:, :, : max(lengths)]
         self.lengths = lengths
 
+    def move(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies slot `sources[i]` of row `rows[i]` to slot `targets[i]`, all of them read before any is written."""
+        for buffer in (self.keys, self.values):
+            place = rows.to(buffer.device)
+            buffer[place, :, targets.to(buffer.device)] = buffer[place, :, sources.to(buffer.device)]
+
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         lengths = list(self.lengths)
@@ -135,7 +144,7 @@ def _store(buffer: torch.Tensor, states: torch.Tensor, placement: Placement) -> 
     rows = buffer.narrow(0, 0, states.shape[0])
     if placement.start is None:
         index = torch.arange(states.shape[0], device=states.device).unsqueeze(1)
-        rows[index, :, placement.positions.to(states.device)] = states.transpose(1, 2)
+        rows[index, :, placement.slots.to(states.device)] = states.transpose(1, 2)
     else:
         rows.narrow(2, placement.start, placement.width).copy_(states)
     return rows.narrow(2, 0, placement.view)
@@ -157,6 +166,11 @@ class SharedCache(Cache):
         self.shared_layers = [SharedCacheLayer(rows, capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.shared_layers))
         self.placement: Placement | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots of a row."""
+        return self.shared_layers[0].capacity
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -187,6 +201,35 @@ class SharedCache(Cache):
                 raise ValueError(f"lengths={wanted} do not fit what layer {index + 1} holds: {layer.lengths}.")
         for layer in self.shared_layers:
             layer.lengths = wanted + layer.lengths[len(wanted) :]
+
+    @torch.no_grad()
+    def compact(self, starts: Sequence[int], slots: Sequence[Sequence[int]]) -> None:
+        """Moves states of the first `len(starts)` rows of every layer forward: of row r those in `slots[r]`, in their
+        order, to slots `starts[r]`, `starts[r] + 1` and so on. Lengths stay as they are; roll back afterwards.
+
+        Raises:
+            ValueError: not one list of slots for each start, more of them than rows, slots that do not ascend, or one
+                that lies before its target or behind what a layer holds; nothing has changed then.
+        """
+        held = [min(layer.lengths[row] for layer in self.shared_layers) for row in range(self.shared_layers[0].rows)]
+        if not len(starts) == len(slots) <= len(held):
+            raise ValueError(
+                f"starts is for {len(starts)} rows and slots for {len(slots)}; pass both for the same first rows of "
+                f"{len(held)}."
+            )
+        moves = []
+        for row, (start, sources) in enumerate(zip(starts, slots, strict=True)):
+            bounds = [start - 1, *sources, held[row]]
+            if start < 0 or any(after <= before for before, after in pairwise(bounds)):
+                raise ValueError(
+                    f"slots[{row}]={list(sources)} must ascend, none before starts[{row}]={start} and none behind the "
+                    f"{held[row]} slots that the row holds."
+                )
+            moves += [(row, source, start + step) for step, source in enumerate(sources) if source != start + step]
+        if moves:
+            rows, origins, targets = torch.tensor(moves).unbind(1)
+            for layer in self.shared_layers:
+                layer.move(rows, origins, targets)
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows in every layer."""

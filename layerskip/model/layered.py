@@ -27,7 +27,7 @@ class RotaryTables:
     def at(self, placement: Placement, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows of the two tables for the tokens of a pass: `(rows or 1, width, head size)` each."""
         cos, sin = self.tables[layer_type]
-        if placement.start is None:
+        if placement.start is None or placement.trees is not None:
             return cos[0][placement.positions], sin[0][placement.positions]
         stop = placement.start + placement.width
         return cos[:, placement.start : stop], sin[:, placement.start : stop]

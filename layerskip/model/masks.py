@@ -12,7 +12,8 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Returns the additive mask of one pass, or `None` where attention sees just what it may without one.
 
-    A token at position p sees the slots s with p − window < s ≤ p. The additive form serves `sdpa` and `eager` alike.
+    A token at position p sees the slots that hold positions s with p − window < s ≤ p, of a draft tree's nodes only
+    those on its own path. The additive form serves `sdpa` and `eager` alike.
 
     Args:
         window: how many positions a token sees, itself included; `None` for all.
@@ -25,12 +26,15 @@ def attention_mask(
     within_window = window is None or placement.view <= window
     sees_all = placement.start is not None and placement.width == 1
     whole_prompt = placement.start == 0 and causal_by_flag
-    if within_window and (sees_all or whole_prompt):
+    elsewhere = placement.elsewhere
+    if within_window and elsewhere is None and (sees_all or whole_prompt):
         return None
     positions = placement.positions.unsqueeze(-1)
-    slots = torch.arange(placement.view, device=positions.device)
-    hidden = slots > positions
+    held = placement.held.unsqueeze(1)
+    hidden = held > positions
     if window is not None:
-        hidden |= slots <= positions - window
+        hidden |= held <= positions - window
+    if elsewhere is not None:
+        hidden |= elsewhere
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)

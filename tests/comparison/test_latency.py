@@ -62,8 +62,8 @@ def loop_of(model: PreTrainedModel, draft_token_ids: torch.Tensor | None = None)
 
 def test_no_draft_is_accepted_and_the_token_after_the_last_one_follows() -> None:
     scores = torch.nn.functional.one_hot(torch.tensor([[3, 1, 4], [1, 5, 9]]), 10).float()
-    assert RejectingChoice().verify(scores, [[3, 1], [2]]) == ([0, 0], [3, 1])
-    assert RejectingChoice().draft(scores[:, 0]).tolist() == [3, 1]
+    assert RejectingChoice().verify(scores, [[3, 1], [2]], [[], []]) == ([0, 0], [3, 1])
+    assert RejectingChoice().draft(scores[:, 0])[0].tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("build", [kit.l4, kit.mixed, kit.identical])
@@ -143,12 +143,13 @@ DRAFT_HEAD = 3
 
 @contextmanager
 def known_times(model: PreTrainedModel) -> Iterator[Clock]:
-    """Puts a clock under loop and measurement that only layers, heads and the roll-back move."""
+    """Puts a clock under loop and measurement that only layers, heads and the roll-back move; every further row of a
+    pass adds a unit to each of its layers and heads."""
     clock = Clock()
 
     def add(units: Callable[[int], int]) -> Callable[..., None]:
         def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            clock.units += units(inputs[0].shape[1])
+            clock.units += units(inputs[0].shape[1]) + inputs[0].shape[0] - 1
 
         return hook
 
@@ -172,15 +173,21 @@ def known_times(model: PreTrainedModel) -> Iterator[Clock]:
         handle.remove()
 
 
-def table_by_hand(draft_head: int, measured_on: Any) -> CostTable:
+def table_by_hand(draft_head: int, measured_on: Any, rows: int = 1) -> CostTable:
     """Returns the table that the known times amount to."""
 
+    def layers(first: int, last: int, width: int) -> int:
+        return sum(layer_units(layer, width) + rows - 1 for layer in range(first, last + 1))
+
     def early(exit_layer: int) -> int:
-        return sum(layer_units(layer, 1) for layer in range(1, exit_layer + 1))
+        return layers(1, exit_layer, 1)
+
+    def head(width: int) -> int:
+        return head_units(width) + rows - 1
 
     def verification(exit_layer: int, drafts: int) -> float:
-        late = sum(layer_units(layer, drafts + 1) for layer in range(exit_layer + 1, kit.NUM_LAYERS + 1))
-        return (early(exit_layer) + late + head_units(drafts + 1) + ROLL_BACK) / 1024
+        late = layers(exit_layer + 1, kit.NUM_LAYERS, drafts + 1)
+        return (early(exit_layer) + late + head(drafts + 1) + ROLL_BACK) / 1024
 
     return CostTable(
         exit_layers=tuple(EXITS),
@@ -188,10 +195,11 @@ def table_by_hand(draft_head: int, measured_on: Any) -> CostTable:
         verifications=tuple(
             tuple(verification(exit_layer, drafts) for drafts in range(LONGEST + 1)) for exit_layer in EXITS
         ),
-        autoregressive_step=(early(kit.NUM_LAYERS) + head_units(1) + ROLL_BACK) / 1024,
-        head=head_units(1) / 1024,
+        autoregressive_step=(early(kit.NUM_LAYERS) + head(1) + ROLL_BACK) / 1024,
+        head=head(1) / 1024,
         draft_head=draft_head / 1024,
         measured_on=measured_on,
+        rows=rows,
     )
 
 
@@ -201,6 +209,24 @@ def test_under_known_times_the_table_is_the_one_by_hand(build: Callable[[], PreT
     with known_times(model):
         table = measure_costs(Engine(model), EXITS, LONGEST, kit.PROMPT, 2)
     assert table == table_by_hand(head_units(1), table.measured_on)
+
+
+@pytest.mark.parametrize("build", [kit.l4, kit.identical])
+def test_rows_decode_together_and_a_table_says_how_many(build: Callable[[], PreTrainedModel]) -> None:
+    """Rounds of rows that accept as they like would have other widths, and rows that end fewer rows."""
+    model = build()
+    with known_times(model):
+        table = measure_costs(Engine(model), EXITS, LONGEST, kit.PROMPT, 2, rows=3)
+    assert table == table_by_hand(head_units(1) + 2, table.measured_on, rows=3)
+    assert table.measured_on["context"] == len(kit.PROMPT)
+
+
+def test_a_single_token_is_context_enough() -> None:
+    model = kit.mixed()
+    with known_times(model):
+        table = measure_costs(Engine(model), EXITS, LONGEST, kit.PROMPT[:1], 1, rows=2)
+    assert table == table_by_hand(head_units(1) + 1, table.measured_on, rows=2)
+    assert table.measured_on["context"] == 1
 
 
 def test_a_draft_vocabulary_makes_the_draft_steps_cheaper_alone() -> None:
@@ -260,16 +286,28 @@ def test_every_pass_runs_all_cells_in_an_order_of_its_own(passes: list[list[tupl
     assert len({tuple(each) for each in passes}) == 4
 
 
-def test_long_passes_begin_anew_behind_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_long_passes_begin_anew_behind_the_context(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "ROUNDS_PER_TEXT", 4)
     model = kit.mixed()
+    texts: list[tuple[int, list[int], list[list[int]]]] = []
+
+    def noted(loop: DecodeLoop, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, float]]:
+        held = list(loop.cache.shared_layers[-1].lengths)
+        yield from timed_rounds(loop, cells)
+        texts.append((len(cells), held, [row.tokens for row in loop.rows]))
+
+    monkeypatch.setattr(latency, "timed_rounds", noted)
     with called(model) as calls:
-        measure_costs(Engine(model), [2], LONGEST, kit.PROMPT, 1)
-    widths = [width for name, width in calls if name == "4"]
-    prefills = [place for place, width in enumerate(widths) if width == len(kit.PROMPT)]
-    rounds = [after - before - 1 for before, after in zip(prefills, [*prefills[1:], len(widths)], strict=True)]
+        measure_costs(Engine(model), [2], LONGEST, kit.PROMPT, 1, rows=rows)
     # A pass has 6 rounds of the exit and 5 plain steps; two passes are run.
-    assert rounds == [4, 4, 3] * 2
+    assert [rounds for rounds, _, _ in texts] == [4, 4, 3] * 2
+    for rounds, held, tokens in texts:
+        assert held == [len(kit.PROMPT) - 1] * rows
+        assert tokens == [kit.without_cache(model, kit.PROMPT, rounds + 1)] * rows
+    # What all texts begin with passes the layers once, for one row.
+    assert next(width for name, width in calls if name == "1") == len(kit.PROMPT) - 1
+    assert sum(width == len(kit.PROMPT) - 1 for name, width in calls if name == "1") == 1
 
 
 def test_the_model_stays_as_it_is() -> None:
@@ -286,6 +324,7 @@ def test_the_model_stays_as_it_is() -> None:
     ("changes", "message"),
     [
         ({"repeats": 0}, "repeats=0"),
+        ({"rows": 0}, "rows=0"),
         ({"exit_layers": [1, 4]}, "exit_layer=4"),
         ({"max_num_draft_tokens": 0}, "num_draft_tokens=0"),
         ({"context": [1] * 60}, "has learned 64 positions"),

@@ -8,7 +8,16 @@ import torch
 from layerskip import Engine
 from layerskip.comparison.arms import Arm, assistant_arm, compiled_arm, early_exit_arm, engine_arm, transformers_arm
 from layerskip.comparison.batches import Batch
-from layerskip.comparison.memory import cache_bytes, module_bytes, peak_bytes, storage_bytes, weight_bytes
+from layerskip.comparison.memory import (
+    CacheSizes,
+    cache_bytes,
+    cache_sizes,
+    module_bytes,
+    peak_bytes,
+    storage_bytes,
+    weight_bytes,
+)
+from layerskip.model.layered import LayeredModel
 from tests import kit
 
 BATCH = Batch.of([kit.PROMPT])
@@ -72,6 +81,42 @@ def test_the_assistants_cache_counts_as_well() -> None:
     model, assistant = kit.identical(), kit.identical()
     plain = most(transformers_arm("plain", model), 8)
     assert 1.5 * plain < most(assistant_arm(model, assistant, 3), 8) <= 2 * plain
+
+
+def test_both_caches_of_a_model_without_windows_hold_all_tokens() -> None:
+    """The shared cache has a slot more."""
+    sizes = cache_sizes(LayeredModel(kit.l4()), kit.PROMPT)
+    tokens = len(kit.PROMPT)
+    assert sizes == CacheSizes(
+        context=tokens,
+        shared=kit.NUM_LAYERS * (tokens + 1) * SLOT,
+        dynamic=kit.NUM_LAYERS * tokens * SLOT,
+        num_layers=kit.NUM_LAYERS,
+        sliding_layers=0,
+    )
+
+
+@pytest.mark.parametrize(("family", "sliding"), [("qwen3", 3), ("gemma2", 2), ("gemma3_text", 2)])
+def test_transformers_cuts_sliding_layers_to_their_window_and_the_shared_cache_does_not(
+    family: str, sliding: int
+) -> None:
+    """Keys and values of 2 heads of size 16 in fp32; the windows are of 6 tokens."""
+    tokens, slot = 24, 2 * 2 * 16 * 4
+    sizes = cache_sizes(LayeredModel(kit.build(kit.CONFIGS[family]())), [1, 5, 9] * 8)
+    full = kit.NUM_LAYERS - sliding
+    assert (sizes.num_layers, sizes.sliding_layers) == (kit.NUM_LAYERS, sliding)
+    assert sizes.shared == kit.NUM_LAYERS * (tokens + 1) * slot
+    assert sizes.dynamic == (full * tokens + sliding * 6) * slot
+
+
+@pytest.mark.parametrize(
+    ("context", "message"), [([1], "context has 1 tokens"), ([1] * 64, "has learned 64 positions")]
+)
+def test_a_text_that_no_cache_can_hold_a_step_of_is_refused(context: list[int], message: str) -> None:
+    model = kit.build(kit.gpt2_config())
+    with kit.counted_layers(model) as counts, pytest.raises(ValueError, match=message):
+        cache_sizes(LayeredModel(model), context)
+    assert counts == [0] * kit.NUM_LAYERS
 
 
 def test_no_hooks_stay() -> None:

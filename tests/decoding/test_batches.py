@@ -12,8 +12,9 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from layerskip import Engine
-from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.drafting import Draft, Drafting
 from layerskip.decoding.result import GenerationResult
+from layerskip.decoding.rows import Row
 from layerskip.decoding.statistics import Statistics
 from layerskip.model.cache import SharedCacheLayer
 from tests import kit
@@ -108,14 +109,14 @@ def test_dead_tokens_are_those_that_fill_each_pass_up_to_its_longest_active_row(
     side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[dict[int, int]] = []
-    draft = DecodeLoop._draft
+    intact = Drafting.draft
 
-    def recorded(loop: DecodeLoop, starts: list[int]) -> Any:
-        drafts, states = draft(loop, starts)
-        rounds.append({row.index: len(tokens) + 1 for row, tokens in zip(loop.active, drafts, strict=True)})
-        return drafts, states
+    def recorded(drafting: Drafting, rows: Sequence[Row], *arguments: Any) -> Draft:
+        draft = intact(drafting, rows, *arguments)
+        rounds.append({row.index: len(tokens) + 1 for row, tokens in zip(rows, draft.tokens, strict=True)})
+        return draft
 
-    monkeypatch.setattr(DecodeLoop, "_draft", recorded)
+    monkeypatch.setattr(Drafting, "draft", recorded)
     model = kit.mixed()
     ends = scattering_ends(referenced(model, padded())[:, WIDTH:].tolist())
     result = Engine(model, exit_layer=2).generate(

@@ -19,6 +19,7 @@ PARTS: dict[str, Any] = {
     "head": 0.0625,
     "draft_head": 0.03125,
     "measured_on": {"device": "cpu", "context": 9},
+    "rows": 1,
 }
 TABLE = CostTable(**PARTS)
 
@@ -97,6 +98,30 @@ def test_whole_numbers_of_seconds_are_read_as_floats() -> None:
     assert {type(read.autoregressive_step), type(read.head)} == {float}
 
 
+def test_a_table_of_several_rows_comes_back_and_one_that_says_nothing_is_of_one_row() -> None:
+    several = table(rows=8)
+    assert CostTable.read(json.loads(json.dumps(several.to_dict())), "config.json") == several
+    assert several != TABLE
+    stored = TABLE.to_dict()
+    del stored["rows"]
+    assert CostTable.read(stored, "config.json") == TABLE
+    assert CostTable(**stored).rows == 1
+
+
+def test_latencies_are_of_all_rows_and_a_step_gives_a_token_for_each() -> None:
+    several = table(rows=4)
+    assert several.round_seconds(2, 2) == TABLE.round_seconds(2, 2)
+    assert (several.c(5), several.verify_cost(5, 2)) == (TABLE.c(5), TABLE.verify_cost(5, 2))
+    # Twenty tokens are five steps, which take five seconds; two rounds take four.
+    assert several.speed_up(2, {2: 2}, 20) == 5 / 4
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_less_than_one_row_is_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match=f"rows={rows} is out of range; allowed are integers from 1 on"):
+        table(rows=rows)
+
+
 def test_a_table_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TABLE.head = 0.0  # type: ignore[misc]
@@ -162,6 +187,10 @@ def test_what_is_no_table_is_refused_with_the_place_it_stands_in(stored: Any) ->
         ("head", "0.1"),
         ("head", [0.1]),
         ("draft_head", -1.0),
+        ("rows", 0),
+        ("rows", 1.0),
+        ("rows", True),
+        ("rows", None),
         ("measured_on", None),
         ("measured_on", "here"),
         # Found a fault: taken for an empty mapping.

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip import Engine
-from layerskip.decoding.loop import DecodeLoop
+from layerskip.decoding.drafting import Draft, Drafting
 from layerskip.decoding.plan import Limits, Plan, Wishes, make_plan
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
@@ -33,14 +33,14 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All tokens that any call drafts, in order."""
     seen: list[int] = []
-    intact = DecodeLoop._draft
+    intact = Drafting.draft
 
-    def recording(loop: DecodeLoop, starts: list[int]) -> tuple[list[list[int]], list[torch.Tensor]]:
-        drafts, states = intact(loop, starts)
-        seen.extend(token for draft in drafts for token in draft)
-        return drafts, states
+    def recording(drafting: Drafting, *arguments: Any) -> Draft:
+        draft = intact(drafting, *arguments)
+        seen.extend(token for tokens in draft.tokens for token in tokens)
+        return draft
 
-    monkeypatch.setattr(DecodeLoop, "_draft", recording)
+    monkeypatch.setattr(Drafting, "draft", recording)
     return seen
 
 

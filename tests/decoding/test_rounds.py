@@ -10,8 +10,9 @@ import torch
 
 from layerskip import Engine
 from layerskip.decoding import choice
+from layerskip.decoding.drafting import Draft, Drafting
 from layerskip.decoding.loop import DecodeLoop
-from layerskip.decoding.rows import DecodeSettings
+from layerskip.decoding.rows import DecodeSettings, Row
 from layerskip.decoding.stopping import Stops
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
@@ -147,15 +148,15 @@ def test_a_right_exit_is_accepted_in_every_round(num_draft_tokens: int) -> None:
 def test_drafts_are_those_of_a_fresh_early_exit_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kit.mixed()
     short = kit.truncated(model, kit.EXIT_LAYER)
-    drafting = DecodeLoop._draft
+    intact = Drafting.draft
     seen: list[tuple[list[int], list[int]]] = []
 
-    def recording(run: DecodeLoop, starts: list[int]) -> Any:
-        drafts, states = drafting(run, starts)
-        seen.append(([*run.prompts[0], *run.active[0].tokens], drafts[0]))
-        return drafts, states
+    def recording(drafting: Drafting, rows: Sequence[Row], *arguments: Any) -> Draft:
+        draft = intact(drafting, rows, *arguments)
+        seen.append(([*kit.PROMPT, *rows[0].tokens], draft.tokens[0]))
+        return draft
 
-    monkeypatch.setattr(DecodeLoop, "_draft", recording)
+    monkeypatch.setattr(Drafting, "draft", recording)
     Engine(model, exit_layer=kit.EXIT_LAYER).generate(kit.prompt_tensor(), max_new_tokens=100)
     assert sum(len(drafts) for _, drafts in seen) > 100
     for prefix, drafts in seen:
@@ -166,15 +167,15 @@ def test_a_draft_never_outgrows_what_is_left(monkeypatch: pytest.MonkeyPatch) ->
     model = kit.identical()
     layered = LayeredModel(model)
     plain = kit.reference(model, kit.prompt_tensor(), max_new_tokens=11)[0, len(kit.PROMPT) :].tolist()
-    drafting = DecodeLoop._draft
+    intact = Drafting.draft
     left: list[int] = []
 
-    def recording(run: DecodeLoop, starts: list[int]) -> Any:
-        drafts, states = drafting(run, starts)
-        left.append(run.settings.stops.max_new_tokens - len(run.active[0].tokens) - len(drafts[0]))
-        return drafts, states
+    def recording(drafting: Drafting, rows: Sequence[Row], *arguments: Any) -> Draft:
+        draft = intact(drafting, rows, *arguments)
+        left.append(max_new_tokens - len(rows[0].tokens) - len(draft.tokens[0]))
+        return draft
 
-    monkeypatch.setattr(DecodeLoop, "_draft", recording)
+    monkeypatch.setattr(Drafting, "draft", recording)
     for max_new_tokens in range(1, 12):
         for num_draft_tokens in range(1, 9):
             run = DecodeLoop(layered, [kit.PROMPT], settings(num_draft_tokens, max_new_tokens))

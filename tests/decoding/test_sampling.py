@@ -417,10 +417,11 @@ def test_a_token_that_nothing_may_follow_is_emitted_as_often_as_any(rule: Rule) 
     """One draft by hand: token 0 leads nowhere, which is known behind it alone."""
     rows = 20_000
     choice = SampledChoice(seeded(0), rule)
-    drafts = choice.draft(torch.tensor([0.9, 0.1]).log().expand(rows, -1))
+    drafts, drawn_from = choice.draft(torch.tensor([0.9, 0.1]).log().expand(rows, -1))
+    assert drawn_from is not None
     behind = torch.where((drafts == 0).unsqueeze(1), -torch.inf, torch.zeros(rows, 2))
     scores = torch.stack([torch.tensor([0.5, 0.5]).log().expand(rows, -1), behind], dim=1)
-    accepted, tokens = choice.verify(scores, drafts.unsqueeze(1).tolist())
+    accepted, tokens = choice.verify(scores, drafts.unsqueeze(1).tolist(), drawn_from.unsqueeze(1).unbind(0))
     emitted = [draft if count else token for draft, count, token in zip(drafts.tolist(), accepted, tokens, strict=True)]
     assert p_value(torch.tensor(emitted).bincount(), torch.tensor([0.5, 0.5])) > LEVEL
     for draft, count, token in zip(drafts.tolist(), accepted, tokens, strict=True):

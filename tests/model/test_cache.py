@@ -251,6 +251,84 @@ def test_swap_before_anything_is_stored_exchanges_the_lengths() -> None:
     assert cache.shared_layers[0].lengths == (0, 0)
 
 
+# Compaction
+
+
+def compacted(starts: Sequence[int], slots: Sequence[Sequence[int]]) -> tuple[SharedCache, list[list[float]]]:
+    """Returns a filled cache of two layers and rows after `compact`, and the first number of each slot before."""
+    cache = filled()
+    before = [layer.keys[:, 0, :, 0].tolist() for layer in cache.shared_layers]
+    cache.compact(starts, slots)
+    return cache, before
+
+
+def test_compaction_moves_the_slots_of_every_row_and_layer_forward() -> None:
+    cache, before = compacted([2, 1], [[3, 5], [1, 4]])
+    for layer, rows in zip(cache.shared_layers, before, strict=True):
+        assert layer.keys[0, 0, :, 0].tolist() == [*rows[0][:2], rows[0][3], rows[0][5], *rows[0][4:]]
+        assert layer.keys[1, 0, :, 0].tolist() == [*rows[1][:2], rows[1][4], *rows[1][3:]]
+        assert torch.equal(layer.values, -layer.keys)
+        assert layer.lengths == (6, 6)
+
+
+def test_compaction_reads_all_slots_before_it_writes_one() -> None:
+    """Sources and targets overlap: 2, 3, 4 become 1, 2, 3."""
+    cache, before = compacted([1], [[2, 3, 4]])
+    for layer, rows in zip(cache.shared_layers, before, strict=True):
+        assert layer.keys[0, 0, :6, 0].tolist() == [rows[0][0], *rows[0][2:5], rows[0][4], rows[0][5]]
+        assert layer.keys[1, 0, :, 0].tolist() == rows[1]
+
+
+@pytest.mark.parametrize("slots", [[], [2], [2, 3, 4, 5]])
+def test_slots_that_stand_right_already_stay(slots: list[int]) -> None:
+    cache, before = compacted([2], [slots])
+    assert [layer.keys[:, 0, :, 0].tolist() for layer in cache.shared_layers] == before
+
+
+def test_compaction_keeps_the_addresses() -> None:
+    cache = filled()
+    addresses = [layer.keys.data_ptr() for layer in cache.shared_layers]
+    cache.compact([1, 1], [[3], [2]])
+    assert [layer.keys.data_ptr() for layer in cache.shared_layers] == addresses
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_compaction_holds_what_a_list_per_row_holds(data: st.DataObject) -> None:
+    starts, slots = [], []
+    for _ in range(2):
+        start = data.draw(st.integers(0, 6))
+        starts.append(start)
+        slots.append(sorted(data.draw(st.sets(st.integers(start, 5)))) if start < 6 else [])
+    cache, before = compacted(starts, slots)
+    for layer, rows in zip(cache.shared_layers, before, strict=True):
+        for row, (start, sources) in enumerate(zip(starts, slots, strict=True)):
+            expected = rows[row][:start] + [rows[row][slot] for slot in sources]
+            assert layer.keys[row, 0, : start + len(sources), 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("starts", "slots", "message"),
+    [
+        ([2], [[3], [4]], "1 rows and slots for 2"),
+        ([2] * 3, [[3]] * 3, "first rows of 2"),
+        ([2], [[1]], r"starts\[0\]=2"),
+        ([-1], [[1]], r"starts\[0\]=-1"),
+        ([2, 2], [[3], [4, 3]], r"slots\[1\]=\[4, 3\]"),
+        ([2], [[3, 3]], "must ascend"),
+        ([2], [[6]], "the 6 slots"),
+    ],
+)
+def test_compaction_that_does_not_fit_is_refused_and_changes_nothing(
+    starts: list[int], slots: list[list[int]], message: str
+) -> None:
+    cache = filled()
+    before = [layer.keys.clone() for layer in cache.shared_layers]
+    with pytest.raises(ValueError, match=message):
+        cache.compact(starts, slots)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.shared_layers, before, strict=True))
+
+
 # A sequence driven by hand: two rows of different lengths, drafts, rollbacks by different counts, drafts again
 
 

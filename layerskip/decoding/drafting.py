@@ -1,0 +1,221 @@
+"""Drafting with the early layers, token by token, behind spans that are copied from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from layerskip.decoding.exit_head import Candidates, ExitHead
+from layerskip.decoding.ngrams import NgramIndex
+from layerskip.decoding.passes import Passes
+from layerskip.decoding.rows import Row
+from layerskip.decoding.stop_rule import StopRule
+from layerskip.decoding.transcript import Transcript
+
+
+@dataclass
+class RowDraft:
+    """What one row drafts in a round.
+
+    Attributes:
+        tokens: the drafts.
+        left_out: what would have been the next draft, had the stop rule not ended it.
+        sources: what each was drawn from, `(vocabulary,)`, the one left out included; none in greedy decoding.
+        confidences: the exit's largest probability at each, likewise, where a stop rule asks for it.
+        chance: how likely all drafts are to be accepted, by the stop rule.
+        passed: how many tokens of the round have passed the early layers, the row's last token first.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    left_out: int | None = None
+    sources: list[torch.Tensor] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    chance: float = 1.0
+    passed: int = 0
+
+
+@dataclass
+class Draft:
+    """What a round drafts.
+
+    Attributes:
+        exit_layer: E.
+        rows: of each active row.
+        limits: at most how many drafts each may have.
+        states: by exit layer, its states `(rows, width, hidden)`: after the row's last token and after each draft.
+        steps: how often the early layers ran and drafts were chosen from what they gave.
+    """
+
+    exit_layer: int
+    rows: list[RowDraft]
+    limits: Sequence[int]
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The drafts of each row."""
+        return [row.tokens for row in self.rows]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The places of the rows whose last token or draft has yet to pass the early layers."""
+        return [place for place, row in enumerate(self.rows) if row.passed <= len(row.tokens)]
+
+
+class Drafting:
+    """Drafts the rounds of one call."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        head: ExitHead,
+        eos_token_ids: frozenset[int],
+        *,
+        transcript: Transcript | None = None,
+        copies: Sequence[NgramIndex] | None = None,
+        stop_rule: StopRule | None = None,
+    ) -> None:
+        """Makes ready to draft; nothing runs yet.
+
+        Args:
+            head: what drafts are chosen with.
+            eos_token_ids: behind which nothing is drafted.
+            transcript: what processors see.
+            copies: the text of each row of the batch, to copy from; `None` copies nothing.
+            stop_rule: ends a draft that no longer pays; without one only its limit does.
+        """
+        self.passes = passes
+        self.head = head
+        self.eos_token_ids = eos_token_ids
+        self.transcript = transcript
+        self.copies = copies
+        self.stop_rule = stop_rule
+
+    def draft(self, rows: Sequence[Row], limits: Sequence[int], exit_layer: int, kept: Sequence[int] = ()) -> Draft:
+        """Drafts for all rows together; the last draft of each has yet to pass the early layers, see `finish`.
+
+        A span that is copied from a row's text goes through the layers in one pass behind the row's last token. The
+        exit's own choices decide how much of it holds: drafts are those of drafting token by token, and what the exit
+        disagrees with has passed in vain.
+
+        Args:
+            rows: the active rows, in the cache's order.
+            limits: at most how many drafts each may have.
+            exit_layer: E.
+            kept: lower exits whose states are to be kept beside E's, rising.
+        """
+        draft = Draft(exit_layer, [RowDraft() for _ in rows], limits)
+        spans = {place: self._copied(row, limits[place]) for place, row in enumerate(rows)}
+        while any(self._may_grow(draft, place) for place in draft.waiting):
+            waiting = draft.waiting
+            self._pass(rows, draft, spans, kept)
+            self._grow(rows, draft, spans, waiting)
+            draft.steps += 1
+            spans = {}
+        return draft
+
+    def finish(self, rows: Sequence[Row], draft: Draft, kept: Sequence[int] = ()) -> None:
+        """Passes the last drafts through layers 1..E: if all are accepted, their keys and exit states must be there.
+
+        Arguments are those of `draft`, and what it has returned.
+        """
+        waiting = draft.waiting
+        if waiting:
+            self._pass(rows, draft, {}, kept)
+            for place in waiting:
+                draft.rows[place].passed += 1
+
+    def _copied(self, row: Row, limit: int) -> list[int]:
+        """Returns what is copied behind a row's last token."""
+        span = [] if self.copies is None else self.copies[row.index].continuation(limit)
+        self._write(row, 0, span)
+        return span
+
+    def _may_grow(self, draft: Draft, place: int) -> bool:
+        tokens = draft.rows[place].tokens
+        return len(tokens) < draft.limits[place] and not (tokens and tokens[-1] in self.eos_token_ids)
+
+    def _pass(self, rows: Sequence[Row], draft: Draft, spans: Mapping[int, list[int]], kept: Sequence[int]) -> None:
+        """Runs layers 1..E over each waiting row's last token or draft and what is copied behind it."""
+        waiting = set(draft.waiting)
+        tokens, live, starts = [], [], []
+        for place, (row, drafted) in enumerate(zip(rows, draft.rows, strict=True)):
+            last = drafted.tokens[-1] if drafted.tokens else row.tokens[-1]
+            tokens.append([last, *spans.get(place, [])])
+            live.append(len(tokens[-1]) if place in waiting else 0)
+            starts.append(row.committed - 1 + drafted.passed)
+            if place in waiting:
+                row.tally.draft_tokens_processed += live[-1] - (drafted.passed == 0)
+        width = max(live)
+        placement = self.passes.place(starts, live, width)
+        hidden = self.passes.embed([(each + [0] * width)[:width] for each in tokens], placement)
+        for layer, states in self.passes.run_through(rows, hidden, 0, [*kept, draft.exit_layer], placement).items():
+            if layer not in draft.states:
+                # Zeros, since dead tokens pass the late layers with what stands here.
+                draft.states[layer] = states.new_zeros((len(rows), max(draft.limits) + 1, states.shape[2]))
+            for place, count in enumerate(live):
+                first = draft.rows[place].passed
+                draft.states[layer][place, first : first + count] = states[place, :count]
+
+    def _grow(self, rows: Sequence[Row], draft: Draft, spans: Mapping[int, list[int]], waiting: Sequence[int]) -> None:
+        """Chooses the drafts that follow the last pass, in the rows that were waiting for it."""
+        going = [place for place in waiting if self._may_grow(draft, place)]
+        places = [(place, offset) for place in going for offset in range(len(spans.get(place, [])) + 1)]
+        states = draft.states[draft.exit_layer]
+        candidates = self.head.candidates(
+            torch.stack([states[place, draft.rows[place].passed + offset] for place, offset in places]),
+            [rows[place].index for place, _ in places],
+            [len(rows[place].tokens) + len(draft.rows[place].tokens) + offset for place, offset in places],
+            with_confidence=self.stop_rule is not None,
+        )
+        for place in waiting:
+            # What waited has passed.
+            draft.rows[place].passed += 1
+        for entry, (place, offset) in enumerate(places):
+            if offset == 0:
+                self._extend(rows[place], draft, place, spans.get(place, []), candidates, entry)
+
+    def _extend(
+        self, row: Row, draft: Draft, place: int, span: Sequence[int], candidates: Candidates, first: int
+    ) -> None:
+        """Adds to a row's draft what the exit chose, from its `first`-th candidate on, as far as the copy holds."""
+        drafted = draft.rows[place]
+        for offset in range(len(span) + 1):
+            entry = first + offset
+            if not candidates.alive[entry]:
+                return
+            if candidates.sources is not None:
+                drafted.sources.append(candidates.sources[entry])
+            if not self._pays(draft.exit_layer, drafted, candidates, entry):
+                return
+            token = candidates.tokens[entry]
+            self._write(row, len(drafted.tokens), [token])
+            drafted.tokens.append(token)
+            if offset == len(span) or token != span[offset]:
+                return
+            # It is the copied one, and has passed already.
+            drafted.passed += 1
+            if not self._may_grow(draft, place):
+                return
+
+    def _pays(self, exit_layer: int, drafted: RowDraft, candidates: Candidates, entry: int) -> bool:
+        """Whether one more draft pays. The answer depends on what it would be drawn from, never on the token itself:
+        a draft that is left out because of its own chance would change what is emitted."""
+        if self.stop_rule is None:
+            return True
+        confidence = candidates.confidences[entry]
+        chance = drafted.chance * self.stop_rule.chance(exit_layer, confidence)
+        drafted.confidences.append(confidence)
+        if not self.stop_rule.goes_on(exit_layer, len(drafted.tokens), chance):
+            drafted.left_out = candidates.tokens[entry]
+            return False
+        drafted.chance = chance
+        return True
+
+    def _write(self, row: Row, offset: int, tokens: Sequence[int]) -> None:
+        """Shows processors the tokens of a row's draft from its `offset`-th on."""
+        if self.transcript is not None and tokens:
+            self.transcript.write(row.index, len(row.tokens) + offset, tokens)
