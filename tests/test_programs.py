@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import runpy
 import shutil
@@ -438,15 +439,28 @@ def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that another one starts run in this process, where all libraries are loaded already."""
+
+    def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, run(monkeypatch, *command[1:]))
+
+    monkeypatch.setattr(subprocess, "run", start)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_demo_trains_and_shows_what_came_out(
     chatting: str,
     bare_checkout: Path,
     kept: bool,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    if not kept:
+        request.getfixturevalue("in_this_process")
     write_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -462,6 +476,7 @@ def test_demo_trains_and_shows_what_came_out(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_training_that_fails_ends_the_demo_and_leaves_nothing(
     chatting: str,
     bare_checkout: Path,
@@ -565,14 +580,19 @@ def test_programs_explain_themselves(
     assert "--model" in capsys.readouterr().out
 
 
-def test_a_reader_that_stops_early_ends_a_program_quietly(checkpoint: str) -> None:
-    program = [sys.executable, str(PROGRAMS / "generate.py"), "--model", checkpoint, "--exit-layer", "2", "--json"]
-    with subprocess.Popen(
-        [*program, "--prompt", "w1 w5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None and running.stderr is not None
-        running.stdout.close()
-        assert "error" not in running.stderr.read()
+def test_a_reader_that_stops_early_ends_a_program_quietly(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python closes its output when it ends, and would complain there."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError):
+            print("A control: nobody reads it.", flush=True)
+        options = ["--model", checkpoint, "--exit-layer", "2", "--json", "--prompt", "w1 w5"]
+        assert run(monkeypatch, "generate.py", *options) == 0
+    assert "error" not in capsys.readouterr().err
 
 
 def test_a_program_runs_from_any_folder(checkpoint: str, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ class Rounds:
         draft_tokens_processed: D.
         draft_seconds, verify_seconds: what drafting took, and all the rest of the rounds: on a GPU a verification is
             waited for only where its outcome is read.
+        work: (E, steps, V, rounds), as `Tally.work` counts them; those of the last layer are steps of plain decoding.
     """
 
     rounds: int
@@ -41,10 +44,16 @@ class Rounds:
     draft_tokens_processed: int
     draft_seconds: float
     verify_seconds: float
+    work: tuple[tuple[int, int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Makes tuples of lists, which JSON reads them as."""
+        object.__setattr__(self, "work", tuple(map(tuple, self.work)))
 
     @classmethod
     def of(cls, statistics: Statistics) -> Rounds:
         """Returns the counts of a call's statistics."""
+        work = sum((tally.work for tally in statistics.tallies), Counter[tuple[int, int, int]]())
         return cls(
             rounds=statistics.rounds,
             drafted=statistics.drafted,
@@ -52,6 +61,7 @@ class Rounds:
             draft_tokens_processed=statistics.draft_tokens_processed,
             draft_seconds=statistics.seconds["draft"],
             verify_seconds=statistics.seconds["verify"] + statistics.seconds["other"],
+            work=tuple((*round_, count) for round_, count in sorted(work.items())),
         )
 
 
@@ -83,7 +93,7 @@ class Arm:
     Attributes:
         name: what it is.
         generate: a function from prompts and a number of new tokens to a `Run`.
-        exit_layer: E, where it has one.
+        exit_layer: E, where it has one; "auto" where it is chosen between rounds.
         num_draft_tokens: γ, where it drafts.
         draft_vocab_size: how many token ids it drafts from; `None` where it drafts with the full head or not at all.
         model: whose work and memory are counted; `None` where none can be.
@@ -129,9 +139,8 @@ def engine_arm(
     *,
     stop_at_eos: bool = False,
     strategy: str = "self_speculative",
-    exit_layer: int | None = None,
-    num_draft_tokens: int | None = None,
     temperature: float | None = None,
+    **options: Any,
 ) -> Arm:
     """Returns the arm that calls `Engine.generate`.
 
@@ -140,29 +149,20 @@ def engine_arm(
         engine: whose model and draft vocabulary it has.
         stop_at_eos: whether the model's end-of-sequence tokens end an answer.
         strategy: of `Engine.generate`.
-        exit_layer: likewise.
-        num_draft_tokens: likewise.
         temperature: draw tokens at it; by default greedy.
+        options: of `Engine.generate`: those of `Wishes`.
 
     Raises:
         TypeError, ValueError: what `Engine.plan` refuses.
     """
-    plan = engine.plan(strategy, Wishes(exit_layer, num_draft_tokens))
-    settings = _choosing(temperature, stop_at_eos)
+    plan = engine.plan(strategy, Wishes(**options))
+    settings = {**_choosing(temperature, stop_at_eos), "strategy": strategy, **options}
 
-    def generate(batch: Batch, max_new_tokens: int) -> Run:
+    def generate(batch: Batch, max_new_tokens: int, **changes: Any) -> Run:
         clock = TokenClock() if len(batch.ids) == 1 else None
+        how = {**settings, **changes, "max_new_tokens": max_new_tokens}
         begin = time.perf_counter()
-        result = engine.generate(
-            batch.ids,
-            attention_mask=batch.mask,
-            strategy=strategy,
-            exit_layer=exit_layer,
-            num_draft_tokens=num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-            streamer=clock,
-            **settings,
-        )
+        result = engine.generate(batch.ids, attention_mask=batch.mask, streamer=clock, **how)
         end = time.perf_counter()
         tokens, counted = result.new_token_ids, Rounds.of(result.statistics)
         # Nothing streams from several rows; the time of their rounds is what comes behind the first tokens.
@@ -177,6 +177,7 @@ def engine_arm(
         plan.draft_vocab_size,
         model=engine.model,
         draft_head_bytes=_draft_head_bytes(engine, plan),
+        counted=partial(generate, compile=False) if plan.compile else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -57,13 +58,14 @@ class Measurement(Counts):
         same_as_first: answers whose every token is the first arm's, in every repeat; `None` where tokens are drawn.
         draft_acceptance_rate, mean_acceptance_length: accepted drafts over drafted ones, and tokens per round, of all
             timed runs; `None` where nothing was drafted, or not by the engine.
+        work: (E, steps, V, rounds) of all timed runs, as in `Rounds`; none for an arm that is not the engine's.
         c, verify_cost: as in `RoundCosts`, medians over repeats; `None` for an arm that is not the engine's
             or drafts nothing, and in batches of several rows.
     """
 
     label: str
     name: str
-    exit_layer: int | None
+    exit_layer: int | str | None
     num_draft_tokens: int | None
     draft_vocab_size: int | None
     decode_tokens_per_second: float
@@ -79,6 +81,7 @@ class Measurement(Counts):
     same_as_first: int | None
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None
+    work: tuple[tuple[int, int, int, int], ...]
     c: float | None
     verify_cost: float | None
 
@@ -286,6 +289,9 @@ def _measurement(
     rounds = [run.rounds for run in every if run.rounds is not None]
     drafted, count = sum(each.drafted for each in rounds), sum(each.rounds for each in rounds)
     decoded = sum(run.decoded for run in every)
+    work: Counter[tuple[int, int, int]] = Counter()
+    for exit_layer, steps, verified, times in (entry for each in rounds for entry in each.work):
+        work[exit_layer, steps, verified] += times
     return Measurement(
         label=arm.label,
         name=arm.name,
@@ -305,6 +311,7 @@ def _measurement(
         same_as_first=_same(mine, firsts) if compare else None,
         draft_acceptance_rate=sum(each.accepted for each in rounds) / drafted if drafted else None,
         mean_acceptance_length=decoded / count if drafted else None,
+        work=tuple((*round_, times) for round_, times in sorted(work.items())),
         c=_median([cost.c for cost in made]),
         verify_cost=_median([cost.verify_cost for cost in made]),
         **asdict(counts),

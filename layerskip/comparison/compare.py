@@ -13,7 +13,7 @@ from layerskip.comparison.arms import engine_arm
 from layerskip.comparison.batches import Batch, spread
 from layerskip.comparison.benchmark import summarise, timed, warm_up
 from layerskip.comparison.comparison_folder import ComparisonFolder, ReadAnswer
-from layerskip.comparison.exit_comparison import ExitComparison, Recommendation
+from layerskip.comparison.exit_comparison import ALL, ExitComparison, Recommendation
 from layerskip.comparison.exit_report import draw, write_report
 from layerskip.comparison.latency import measure_costs, rounds_length
 from layerskip.comparison.machine import describe_machine, fingerprint
@@ -245,9 +245,14 @@ class Comparison:
                 "exit_layer": best.exit_layer,
                 "num_draft_tokens": best.num_draft_tokens,
                 "draft_vocab_size": size,
-                "cost_table": costs.to_dict(),
+                "cost_table": replace(costs, acceptance=self._agreement(costs.exit_layers)).to_dict(),
             },
         )
+
+    def _agreement(self, exit_layers: Sequence[int]) -> tuple[float, ...]:
+        """Returns how often each exit's first choice is the full model's, over all answers; nothing where one is new."""
+        rates = {each.exit_layer: each.agreement for each in self.found.quality()[ALL]}
+        return tuple(rates[layer] for layer in exit_layers) if rates.keys() >= set(exit_layers) else ()
 
 
 def _plan(engine: Engine, exit_layers: Sequence[int]) -> Plan:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.decoding.choice import GreedyChoice, SampledChoice
+from layerskip.decoding.compiled import CompiledSettings, rounded_capacity
+from layerskip.decoding.graph_rounds import GraphPool
 from layerskip.decoding.handover import Handover, PromptColumns
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
-from layerskip.decoding.plan import ADAPTIVE, AUTO, Plan
+from layerskip.decoding.plan import ADAPTIVE, AUTO, CHECKED, TRUSTED, Plan
 from layerskip.decoding.processors import Processors
 from layerskip.decoding.result import GenerationResult, StreamEvent
-from layerskip.decoding.rows import DecodeSettings
+from layerskip.decoding.rows import Block, DecodeSettings
 from layerskip.decoding.state import Watch
 from layerskip.decoding.stopping import Stops
 from layerskip.decoding.text import GrowingText
@@ -42,6 +44,7 @@ class Call:
         tokenizer: for the result as text.
         cached_prompts: the token ids of each row's prompt, where the result is to carry what the call has cached.
         watches: stopping criteria that must not have changed at the end.
+        graphs: where compiled rounds go when the call has ended.
     """
 
     loop: DecodeLoop
@@ -51,6 +54,7 @@ class Call:
     tokenizer: PreTrainedTokenizerBase | None = None
     cached_prompts: Sequence[Sequence[int]] | None = None
     watches: tuple[Watch, ...] = ()
+    graphs: GraphPool = field(default_factory=GraphPool)
 
     @classmethod
     def prepare(
@@ -66,6 +70,7 @@ class Call:
         generator: torch.Generator | None = None,
         stop_strings: str | Sequence[str] | None = None,
         cached_prompts: Sequence[Sequence[int]] | None = None,
+        graphs: GraphPool,
     ) -> Call:
         """Returns a call that is ready to run.
 
@@ -75,6 +80,7 @@ class Call:
             shown: the prompts as they come back in `sequences`, where not as `generate` shows them.
             generator: for sampling; torch's global one by default.
             stop_strings: further stop strings, which need the tokenizer.
+            graphs: where compiled rounds come from, and go to when the call has ended.
 
         Raises:
             TypeError, ValueError: anything that cannot be done as asked.
@@ -112,10 +118,25 @@ class Call:
             keep_logits=options.output_logits,
             chooses_exit=plan.exit_layer == AUTO,
             stops_drafts_early=plan.draft_stop == ADAPTIVE,
-            copies_ngrams=plan.copy_ngrams,
+            copies_ngrams=plan.copy_ngrams == CHECKED,
+            trusts_copies=plan.copy_ngrams == TRUSTED,
             tree_nodes=plan.tree_nodes,
             costs=plan.costs,
         )
+        compiled = None
+        if plan.compile:
+            ids = None if draft_token_ids is None else tuple(draft_token_ids.tolist())
+            compiled = graphs.take(
+                layered,
+                CompiledSettings(
+                    settings.exit_layer,
+                    settings.depth,
+                    settings.num_draft_tokens,
+                    rounded_capacity(layered, longest + stops.max_new_tokens),
+                    ids,
+                    stops.eos_token_ids,
+                ),
+            )
         loop = DecodeLoop(
             layered,
             columns.prompts,
@@ -125,6 +146,7 @@ class Call:
             processors=processors,
             draft_token_ids=draft_token_ids,
             past=columns.past,
+            compiled=compiled,
         )
         return cls(
             loop,
@@ -134,6 +156,7 @@ class Call:
             tokenizer,
             cached_prompts,
             stops.watches() if rows > 1 else (),
+            graphs,
         )
 
     def run(self, streamer: BaseStreamer | None = None) -> GenerationResult:
@@ -150,7 +173,7 @@ class Call:
             raise ValueError(f"streamer takes the tokens of one row, and there are {rows}; stream one at a time.")
         if streamer is not None:
             streamer.put(self.shown.cpu())
-        for blocks in self.loop.blocks():
+        for blocks in self._blocks():
             if streamer is not None:
                 streamer.put(torch.tensor(blocks[0].token_ids))
         if streamer is not None:
@@ -160,13 +183,21 @@ class Call:
     def events(self) -> Iterator[StreamEvent]:
         """Runs a call of one row and yields an event a round; the last one carries the result."""
         text = None if self.tokenizer is None else GrowingText(self.tokenizer)
-        for [block] in self.loop.blocks():
+        for [block] in self._blocks():
             piece = "" if text is None else text.add(block.token_ids)
             if self.loop.active:
                 yield StreamEvent(piece, block.token_ids, block.accepted)
             else:
                 piece += "" if text is None else text.finish()
                 yield StreamEvent(piece, block.token_ids, block.accepted, self.result())
+
+    def _blocks(self) -> Iterator[list[Block]]:
+        """Runs the loop, and gives back what it had on loan, however it ends."""
+        try:
+            yield from self.loop.blocks()
+        finally:
+            if self.loop.compiled is not None:
+                self.graphs.give(self.loop.compiled)
 
     def result(self) -> GenerationResult:
         """Returns the result of a call that has run to its end.

@@ -51,6 +51,7 @@ class ChainRounds:
             settings.stops.eos_token_ids,
             transcript=transcript,
             copies=copies,
+            trusts_copies=settings.trusts_copies,
             stop_rule=self.pace.stop_rule,
         )
 
@@ -72,9 +73,12 @@ class ChainRounds:
     def run(self, rows: Sequence[Row]) -> Outcome:
         """Drafts and verifies; see `Rounds`."""
         plan = self.pace.next_round(self.settings)
-        limits = [min(plan.num_draft_tokens, self.settings.most_drafts(row)) for row in rows]
+        limits, copies = (
+            [min(most, self.settings.stops.max_new_tokens - len(row.tokens) - 1) for row in rows]
+            for most in (plan.num_draft_tokens, plan.copies)
+        )
         lower = [layer for layer in plan.scored if layer < plan.exit_layer]
-        draft = self.drafting.draft(rows, limits, plan.exit_layer, lower)
+        draft = self.drafting.draft(rows, limits, plan.exit_layer, lower, copies)
         drafted = time.perf_counter()
         self.drafting.finish(rows, draft, lower)
         if plan.exit_layer < self.settings.depth:
@@ -96,7 +100,7 @@ class ChainRounds:
         scored = self._score(rows, draft.states[self.settings.depth][:, :width], drafts)
         sources = [row.sources[: len(row.tokens)] for row in draft.rows]
         accepted, targets = self.head.choice.verify(scored.scores, drafts, sources)
-        self.pace.learn(plan, rows, draft, accepted, scored.scores)
+        self.pace.learn(plan, rows, draft, accepted, targets, scored.scores)
         verdicts = [
             Verdict(len(tokens), len(tokens), tokens[:count], target, range(count + 1))
             for tokens, count, target in zip(drafts, accepted, targets, strict=True)

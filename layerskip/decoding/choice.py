@@ -19,6 +19,10 @@ class GreedyChoice:
         """Returns the drafts for processed scores `(n, vocabulary)`: `(n,)`, and `None`, since none is drawn."""
         return scores.argmax(-1), None
 
+    def certain(self, tokens: Sequence[int], vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+        """Returns nothing, since no token is drawn here; see `SampledChoice`."""
+        return []
+
     def verify(
         self, scores: torch.Tensor, drafts: Sequence[list[int]], sources: Sources
     ) -> tuple[list[int], list[int | None]]:
@@ -69,6 +73,11 @@ class SampledChoice:
         """Returns drafts drawn from processed scores `(n, vocabulary)`, `(n,)`, and what they were drawn from."""
         weights = probabilities(scores)
         return draw(weights, self._uniforms(weights, 1)[:, 0]), weights
+
+    def certain(self, tokens: Sequence[int], vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+        """Returns, for tokens that were not drawn, the distributions that are certain of them, `(vocabulary,)` each."""
+        ids = torch.tensor(tokens, device=device)
+        return list(torch.nn.functional.one_hot(ids, vocab_size).double())
 
     def verify(
         self, scores: torch.Tensor, drafts: Sequence[list[int]], sources: Sources

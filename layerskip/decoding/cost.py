@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+# What tables lack that were stored before it was measured.
+OPTIONAL = ("rows", "acceptance")
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -27,6 +30,8 @@ class CostTable:
         draft_head: the head that drafts are chosen with, likewise.
         measured_on: what it was measured on, by name: machine, device, type, tokens in the cache of each row.
         rows: how many rows were decoded together.
+        acceptance: of each exit, how often a draft was accepted where the exits were compared: what is expected of it
+            before a call has shown more. Empty where nobody says.
     """
 
     exit_layers: tuple[int, ...]
@@ -37,6 +42,7 @@ class CostTable:
     draft_head: float
     measured_on: Mapping[str, Any] = field(default_factory=dict)
     rows: int = 1
+    acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks that the parts fit each other.
@@ -62,6 +68,12 @@ class CostTable:
             raise ValueError("latencies must be positive numbers of seconds; measure them anew.")
         if self.rows < 1:
             raise ValueError(f"rows={self.rows} is out of range; allowed are integers from 1 on.")
+        is_known = len(self.acceptance) in (0, len(self.exit_layers))
+        if not is_known or not all(0 <= rate <= 1 for rate in self.acceptance):
+            raise ValueError(
+                f"acceptance={list(self.acceptance)} must be one rate of 0 to 1 for each of "
+                f"{len(self.exit_layers)} exit_layers, or nothing."
+            )
 
     @property
     def max_num_draft_tokens(self) -> int:
@@ -129,7 +141,7 @@ class CostTable:
             ValueError: something is missing, of another type, or does not fit the rest.
         """
         names = [each.name for each in fields(cls)]
-        if not isinstance(stored, Mapping) or {*stored, "rows"} != set(names):
+        if not isinstance(stored, Mapping) or {*stored, *OPTIONAL} != set(names):
             found = sorted(stored) if isinstance(stored, Mapping) else stored
             raise ValueError(f"{where} has {found!r}, where a table of costs has {', '.join(names)}; measure it anew.")
         try:
@@ -142,6 +154,7 @@ class CostTable:
                 draft_head=_number(stored["draft_head"]),
                 measured_on=_conditions(stored["measured_on"]),
                 rows=_integer(stored.get("rows", 1), "number of rows"),
+                acceptance=tuple(_number(rate) for rate in stored.get("acceptance", ())),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: {error}") from error

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from layerskip.decoding.exit_head import Candidates, ExitHead
-from layerskip.decoding.ngrams import NgramIndex
+from layerskip.decoding.ngrams import NOTHING, Copy, NgramIndex
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.rows import Row
-from layerskip.decoding.stop_rule import StopRule
+from layerskip.decoding.stop_rule import COPIED, StopRule
 from layerskip.decoding.transcript import Transcript
 
 
@@ -25,6 +25,8 @@ class RowDraft:
         sources: what each was drawn from, `(vocabulary,)`, the one left out included; none in greedy decoding.
         confidences: the exit's largest probability at each, likewise, where a stop rule asks for it.
         chance: how likely all drafts are to be accepted, by the stop rule.
+        copy: what the text offers to copy behind the row's last token.
+        is_copied: the drafts are copied, and the exit has not been asked.
         passed: how many tokens of the round have passed the early layers, the row's last token first.
     """
 
@@ -33,6 +35,8 @@ class RowDraft:
     sources: list[torch.Tensor] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     chance: float = 1.0
+    copy: Copy = NOTHING
+    is_copied: bool = False
     passed: int = 0
 
 
@@ -50,7 +54,7 @@ class Draft:
 
     exit_layer: int
     rows: list[RowDraft]
-    limits: Sequence[int]
+    limits: list[int]
     states: dict[int, torch.Tensor] = field(default_factory=dict)
     steps: int = 0
 
@@ -61,7 +65,7 @@ class Draft:
 
     @property
     def waiting(self) -> list[int]:
-        """The places of the rows whose last token or draft has yet to pass the early layers."""
+        """The places of the rows of which something has yet to pass the early layers."""
         return [place for place, row in enumerate(self.rows) if row.passed <= len(row.tokens)]
 
 
@@ -76,6 +80,7 @@ class Drafting:
         *,
         transcript: Transcript | None = None,
         copies: Sequence[NgramIndex] | None = None,
+        trusts_copies: bool = False,
         stop_rule: StopRule | None = None,
     ) -> None:
         """Makes ready to draft; nothing runs yet.
@@ -85,6 +90,8 @@ class Drafting:
             eos_token_ids: behind which nothing is drafted.
             transcript: what processors see.
             copies: the text of each row of the batch, to copy from; `None` copies nothing.
+            trusts_copies: what is copied is drafted as it stands, for the full model alone to judge; else the exit
+                cuts it where it disagrees.
             stop_rule: ends a draft that no longer pays; without one only its limit does.
         """
         self.passes = passes
@@ -92,23 +99,40 @@ class Drafting:
         self.eos_token_ids = eos_token_ids
         self.transcript = transcript
         self.copies = copies
+        self.trusts_copies = trusts_copies
         self.stop_rule = stop_rule
 
-    def draft(self, rows: Sequence[Row], limits: Sequence[int], exit_layer: int, kept: Sequence[int] = ()) -> Draft:
-        """Drafts for all rows together; the last draft of each has yet to pass the early layers, see `finish`.
+    def draft(
+        self,
+        rows: Sequence[Row],
+        limits: Sequence[int],
+        exit_layer: int,
+        kept: Sequence[int] = (),
+        copy_limits: Sequence[int] | None = None,
+    ) -> Draft:
+        """Drafts for all rows together; the last drafts have yet to pass the early layers, see `finish`.
 
-        A span that is copied from a row's text goes through the layers in one pass behind the row's last token. The
-        exit's own choices decide how much of it holds: drafts are those of drafting token by token, and what the exit
-        disagrees with has passed in vain.
+        A span that is copied from a row's text goes through the layers in one pass behind the row's last token. Unless
+        copies are trusted, the exit's own choices decide how much of it holds: drafts are those of drafting token by
+        token, and what the exit disagrees with has passed in vain.
 
         Args:
             rows: the active rows, in the cache's order.
-            limits: at most how many drafts each may have.
+            limits: at most how many drafts of the exit each may have.
             exit_layer: E.
             kept: lower exits whose states are to be kept beside E's, rising.
+            copy_limits: at most how many tokens each may copy; `limits` by default.
         """
-        draft = Draft(exit_layer, [RowDraft() for _ in rows], limits)
-        spans = {place: self._copied(row, limits[place]) for place, row in enumerate(rows)}
+        draft = Draft(exit_layer, [RowDraft() for _ in rows], list(limits))
+        spans: dict[int, list[int]] = {}
+        for place, (row, limit) in enumerate(zip(rows, copy_limits or limits, strict=True)):
+            if self.copies is not None and limit:
+                draft.rows[place].copy = self.copies[row.index].continuation(limit)
+                if self.trusts_copies:
+                    self._trust(row, draft, place)
+                else:
+                    spans[place] = draft.rows[place].copy.tokens
+                    self._write(row, 0, spans[place])
         while any(self._may_grow(draft, place) for place in draft.waiting):
             waiting = draft.waiting
             self._pass(rows, draft, spans, kept)
@@ -126,13 +150,25 @@ class Drafting:
         if waiting:
             self._pass(rows, draft, {}, kept)
             for place in waiting:
-                draft.rows[place].passed += 1
+                draft.rows[place].passed = len(draft.rows[place].tokens) + 1
 
-    def _copied(self, row: Row, limit: int) -> list[int]:
-        """Returns what is copied behind a row's last token."""
-        span = [] if self.copies is None else self.copies[row.index].continuation(limit)
-        self._write(row, 0, span)
-        return span
+    def _trust(self, row: Row, draft: Draft, place: int) -> None:
+        """Drafts what the text offers, up to an EOS token and as far as it pays; the exit drafts nothing then."""
+        drafted = draft.rows[place]
+        for token in drafted.copy.tokens:
+            if self.stop_rule is not None:
+                chance = drafted.chance * self.stop_rule.chance(COPIED, drafted.copy.confidence)
+                if not self.stop_rule.goes_on(COPIED, len(drafted.tokens), chance):
+                    break
+                drafted.chance = chance
+            drafted.tokens.append(token)
+            if token in self.eos_token_ids:
+                break
+        if drafted.tokens:
+            drafted.is_copied = True
+            drafted.sources = self.head.certain(drafted.tokens)
+            draft.limits[place] = len(drafted.tokens)
+            self._write(row, 0, drafted.tokens)
 
     def _may_grow(self, draft: Draft, place: int) -> bool:
         tokens = draft.rows[place].tokens
@@ -143,8 +179,8 @@ class Drafting:
         waiting = set(draft.waiting)
         tokens, live, starts = [], [], []
         for place, (row, drafted) in enumerate(zip(rows, draft.rows, strict=True)):
-            last = drafted.tokens[-1] if drafted.tokens else row.tokens[-1]
-            tokens.append([last, *spans.get(place, [])])
+            # Of several drafts only copies that are trusted wait together.
+            tokens.append([row.tokens[-1], *drafted.tokens, *spans.get(place, [])][drafted.passed :])
             live.append(len(tokens[-1]) if place in waiting else 0)
             starts.append(row.committed - 1 + drafted.passed)
             if place in waiting:
@@ -166,14 +202,13 @@ class Drafting:
         places = [(place, offset) for place in going for offset in range(len(spans.get(place, [])) + 1)]
         states = draft.states[draft.exit_layer]
         candidates = self.head.candidates(
-            torch.stack([states[place, draft.rows[place].passed + offset] for place, offset in places]),
+            torch.stack([states[place, len(draft.rows[place].tokens) + offset] for place, offset in places]),
             [rows[place].index for place, _ in places],
             [len(rows[place].tokens) + len(draft.rows[place].tokens) + offset for place, offset in places],
             with_confidence=self.stop_rule is not None,
         )
         for place in waiting:
-            # What waited has passed.
-            draft.rows[place].passed += 1
+            draft.rows[place].passed = len(draft.rows[place].tokens) + 1
         for entry, (place, offset) in enumerate(places):
             if offset == 0:
                 self._extend(rows[place], draft, place, spans.get(place, []), candidates, entry)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from layerskip.decoding.call import Call
 from layerskip.decoding.cost import CostTable
+from layerskip.decoding.graph_rounds import GraphPool
 from layerskip.decoding.handover import Handover, behind_cache, read_columns
 from layerskip.decoding.options import GenerationOptions, check_config, merged_config, token_ids, with_values
 from layerskip.decoding.plan import NAMES, Limits, Plan, Wishes, make_plan
@@ -46,11 +47,12 @@ class Engine:
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
         draft_stop: str | None = None,
-        copy_ngrams: bool | None = None,
+        copy_ngrams: str | None = None,
         tree_nodes: int | None = None,
         compile: bool | None = None,
         draft_token_ids: torch.Tensor | None = None,
         cost_table: CostTable | None = None,
+        graphs: GraphPool | None = None,
     ) -> None:
         """Makes an engine for `model`.
 
@@ -67,14 +69,17 @@ class Engine:
                 head, so that the output is the same.
             draft_stop: "static" drafts γ tokens; "adaptive" ends a draft where one more no longer pays, by the cost
                 table and by what the call has shown so far.
-            copy_ngrams: drafts that continue the last few tokens as the text did before pass the early layers at once
-                instead of one by one; which drafts there are does not change.
+            copy_ngrams: what followed the last few tokens before, in prompt or answer, is copied. "checked": it passes
+                the early layers at once, and the exit cuts it where it disagrees, so that drafts come cheaper but stay
+                the same. "trusted": it is drafted as it stands, and the full model alone judges it, which pays where
+                answers repeat their prompts. "off" by default.
             tree_nodes: draft a tree of at most so many likely tokens instead of a chain; greedy decoding only.
             compile: compile rounds with torch.compile, for one row and greedy decoding without processors. The first
                 call of a kind takes a minute or so for that.
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
             cost_table: what rounds cost on this machine, see `layerskip.comparison.latency.measure_costs`; by default
                 the checkpoint's.
+            graphs: compiled rounds that are shared with other engines for the same model; its own by default.
 
         Raises:
             ValueError: a model that is not supported, a number out of range, options that do not go together, or token
@@ -102,6 +107,7 @@ class Engine:
         self.tree_nodes = tree_nodes
         self.compile = compile
         self._cost_table = cost_table
+        self._graphs = GraphPool() if graphs is None else graphs
         self._wishes.checked(self._limits(layered))
 
     def generate(
@@ -114,7 +120,7 @@ class Engine:
         num_draft_tokens: int | None = None,
         draft_vocab_size: int | None = None,
         draft_stop: str | None = None,
-        copy_ngrams: bool | None = None,
+        copy_ngrams: str | None = None,
         tree_nodes: int | None = None,
         compile: bool | None = None,
         cache: CachedTokens | None = None,
@@ -340,6 +346,7 @@ class Engine:
             generator=generator,
             stop_strings=config.stop_strings,
             cached_prompts=rows if return_cache else None,
+            graphs=self._graphs,
         )
 
 
@@ -350,7 +357,7 @@ def load(
     num_draft_tokens: int | None = None,
     draft_vocab_size: int | None = None,
     draft_stop: str | None = None,
-    copy_ngrams: bool | None = None,
+    copy_ngrams: str | None = None,
     tree_nodes: int | None = None,
     compile: bool | None = None,
     cost_table: CostTable | None = None,

@@ -11,6 +11,8 @@ from layerskip.decoding.cost import CostTable
 # What an exit is worth before it was seen: one observation, so that the first real one weighs as much.
 PRIOR_MEAN = 0.3
 PRIOR_TRIALS = 1.0
+# The same where the exits of the checkpoint were compared, on other texts than the one at hand.
+MEASURED_TRIALS = 4.0
 # What evidence keeps with each token that follows it: some twenty tokens count, about a sentence.
 DECAY = 0.95
 # How many standard errors are taken off. With 1.5 an exit that is right by chance is hardly ever drafted with, and a
@@ -81,20 +83,20 @@ def best_round(table: CostTable, acceptance: Mapping[int, float], max_num_draft_
 class Agreement:
     """How often an exit agrees with the full model: a running mean that forgets, its prior too."""
 
-    def __init__(self) -> None:
-        """Starts with the prior alone."""
-        self._hits = PRIOR_MEAN * PRIOR_TRIALS
-        self._trials = PRIOR_TRIALS
+    def __init__(self, expected: float = PRIOR_MEAN, trials: float = PRIOR_TRIALS) -> None:
+        """Starts with what is expected, which counts as that many observations."""
+        self._hits = expected * trials
+        self._trials = trials
 
     def observe(self, agreement: float) -> None:
         """Adds one observation, in [0, 1]."""
         self._hits = self._hits * DECAY + agreement
         self._trials = self._trials * DECAY + 1
 
-    def fade(self, tokens: int) -> None:
-        """Lets tokens of plain rounds pass unseen: the mean stays and weighs less, at the least as much as the prior.
+    def fade(self, tokens: float) -> None:
+        """Lets tokens pass unseen: the mean stays and weighs less, at the least as much as the prior.
 
-        So an exit that is seldom looked at is soon believed again.
+        So an exit that is seldom looked at is soon believed again, or no longer.
         """
         weight = max(DECAY**tokens, PRIOR_TRIALS / self._trials)
         self._hits *= weight
@@ -136,7 +138,10 @@ class ExitController:
         self._table = table
         self._longest = max_num_draft_tokens
         self._agreements = {exit_layer: Agreement() for exit_layer in table.exit_layers}
-        self._plan = RoundPlan(None, 0, ())
+        if table.acceptance:
+            known = zip(table.exit_layers, table.acceptance, strict=True)
+            self._agreements = {exit_layer: Agreement(rate, MEASURED_TRIALS) for exit_layer, rate in known}
+        self._plan = RoundPlan(None, 0, table.exit_layers)
         self._seconds = 0.0
         self._scoring = {PLAIN_SHARE: 0.0, DRAFT_SHARE: 0.0}
 
@@ -149,9 +154,9 @@ class ExitController:
         acceptance = {exit_layer: each.cautious for exit_layer, each in self._agreements.items()}
         exit_layer, drafts = best_round(self._table, acceptance, self._longest)
         drafting = () if exit_layer is None else (exit_layer,)
-        rows = (len(acceptance) - len(drafting)) * (drafts + 1)
+        passes = len(acceptance) - len(drafting)
         share = DRAFT_SHARE if drafting else PLAIN_SHARE
-        spent = self._scoring[share] + rows * self._table.draft_head
+        spent = self._scoring[share] + passes * self._table.draft_head
         affordable = spent <= ADVANCE * self._table.autoregressive_step + share * self._seconds
         self._plan = RoundPlan(exit_layer, drafts, self._table.exit_layers if affordable else drafting)
         return self._plan
@@ -167,17 +172,18 @@ class ExitController:
         for agreement in agreements:
             self._agreements[exit_layer].observe(agreement)
 
-    def book(self, *, seconds: float, tokens: int, head_rows: int) -> None:
+    def book(self, *, seconds: float, tokens: float, head_rows: float) -> None:
         """Counts a finished round.
 
         Args:
             seconds: what it took by the table, without scoring.
-            tokens: that it emitted.
-            head_rows: the rows of the draft head that were run for scoring alone.
+            tokens: that it emitted, at least one; of several rows the mean.
+            head_rows: the rows of the draft head that were run for scoring alone, likewise.
         """
         self._seconds += seconds
         share = PLAIN_SHARE if self._plan.exit_layer is None else DRAFT_SHARE
-        self._scoring[share] += head_rows * self._table.draft_head
-        if not self._plan.scored:
-            for agreement in self._agreements.values():
+        # The tokens that a round settles pass the head beside each other, which takes about what one does.
+        self._scoring[share] += head_rows / tokens * self._table.draft_head
+        for exit_layer, agreement in self._agreements.items():
+            if exit_layer not in self._plan.scored:
                 agreement.fade(tokens)

@@ -84,6 +84,13 @@ class ExitHead:
             sources=sources,
         )
 
+    def certain(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Returns what drafts count as drawn from that were not drawn at all: all weight on the token itself.
+
+        Greedy decoding needs none, and gets none.
+        """
+        return self.choice.certain(tokens, self.model.vocab_size, self.model.device)
+
     def scores(
         self, states: torch.Tensor, rows: Sequence[int], counts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

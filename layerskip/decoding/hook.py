@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from layerskip.decoding.call import Call
 from layerskip.decoding.cost import CostTable
 from layerskip.decoding.engine import Engine
+from layerskip.decoding.graph_rounds import GraphPool
 from layerskip.decoding.handover import Handover, PromptColumns, read_columns
 from layerskip.decoding.options import check_supported
 from layerskip.decoding.plan import Wishes
@@ -55,7 +56,7 @@ def self_speculative(
     num_draft_tokens: int | None = None,
     draft_vocab_size: int | None = None,
     draft_stop: str | None = None,
-    copy_ngrams: bool | None = None,
+    copy_ngrams: str | None = None,
     tree_nodes: int | None = None,
     compile: bool | None = None,
     draft_token_ids: torch.Tensor | None = None,
@@ -104,6 +105,9 @@ def self_speculative(
     if stop_strings is not None and tokenizer is None:
         raise ValueError(f"stop_strings={stop_strings!r} need a tokenizer to be found in tokens; pass tokenizer=….")
 
+    # For all calls of the function.
+    graphs = GraphPool()
+
     def decode(model: PreTrainedModel, *arguments: Any, **keywords: Any) -> torch.Tensor | SelfSpeculativeOutput:
         engine = Engine(
             model,
@@ -116,6 +120,7 @@ def self_speculative(
             compile=compile,
             draft_token_ids=draft_token_ids,
             cost_table=cost_table,
+            graphs=graphs,
         )
         plan = engine.plan("self_speculative", Wishes())
         engine.check_is_in_eval_mode()
@@ -132,6 +137,7 @@ def self_speculative(
             draft_token_ids=engine.drafted_token_ids(plan),
             generator=generator,
             stop_strings=stop_strings,
+            graphs=graphs,
         )
         result = call.run(streamer)
         if not handover.config.return_dict_in_generate:

@@ -11,7 +11,9 @@ import torch
 
 from layerskip.decoding.chain_rounds import ChainRounds
 from layerskip.decoding.choice import GreedyChoice, SampledChoice
+from layerskip.decoding.compiled import CompiledRounds
 from layerskip.decoding.exit_head import ExitHead
+from layerskip.decoding.graph_rounds import GraphRounds
 from layerskip.decoding.ngrams import NgramIndex
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.processors import Processors
@@ -42,6 +44,7 @@ class DecodeLoop:
         processors: Processors | None = None,
         draft_token_ids: torch.Tensor | None = None,
         past: Past | None = None,
+        compiled: CompiledRounds | None = None,
     ) -> None:
         """Allocates the cache for all `prompts` (none of them empty); runs no layer yet.
 
@@ -52,6 +55,7 @@ class DecodeLoop:
             draft_token_ids: what drafts are chosen from, as `DraftHead.of` takes them; `None` for all tokens. They
                 never touch what is emitted.
             past: what the cache holds already; the prompts are what follows.
+            compiled: graphs that run the rounds of one row, in their own cache, which has room for prompt and budget.
 
         Raises:
             ValueError: a head of which no rows can be taken for drafts, or a past of other layers or rows.
@@ -73,17 +77,25 @@ class DecodeLoop:
         # The last emitted token is never processed, so the last slot stays free: dead tokens go there.
         capacity = max(row.prompt_length for row in self.rows) + budget
         nodes = 0 if settings.tree_nodes is None else settings.tree_nodes
-        self.cache = SharedCache(settings.depth, len(prompts), capacity + nodes)
+        self.compiled = compiled
+        if compiled is None:
+            self.cache = SharedCache(settings.depth, len(prompts), capacity + nodes)
+            rotary, scratch = model.rotary_tables(capacity), capacity - 1
+        else:
+            compiled.reset()
+            self.cache, rotary, scratch = compiled.cache, compiled.rotary, compiled.scratch
         if past is not None:
             self.cache.restore(past.layers, past.lengths)
-        self.passes = Passes(model, self.cache, model.rotary_tables(capacity), capacity - 1)
+        self.passes = Passes(model, self.cache, rotary, scratch)
         draft_head = None if draft_token_ids is None else DraftHead.of(model, draft_token_ids)
         self.head = ExitHead(model, draft_head, self.choice, processors)
-        self.copies = _texts(prompts, past) if settings.copies_ngrams else None
+        self.copies = _texts(prompts, past) if settings.copies_ngrams or settings.trusts_copies else None
         self.chain = ChainRounds(self.passes, self.head, settings, transcript=transcript, copies=self.copies)
         self.rounds: Rounds = self.chain
         if settings.tree_nodes is not None:
             self.rounds = TreeRounds(self.passes, self.head, settings, settings.tree_nodes)
+        if compiled is not None:
+            self.rounds = GraphRounds(compiled, settings)
         self._book(self.rows, other=time.perf_counter() - begin)
 
     def blocks(self) -> Iterator[list[Block]]:
@@ -111,6 +123,8 @@ class DecodeLoop:
         blocks = self._settle(outcome)
         self._roll_back()
         self._book(rows, prefill=time.perf_counter() - begin)
+        if self.compiled is not None and self.active:
+            self._book(rows, compile=self.compiled.prepare())
         return blocks
 
     def _embed_prompts(self, placement: Placement) -> torch.Tensor:

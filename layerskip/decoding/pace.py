@@ -11,7 +11,7 @@ from layerskip.decoding.drafting import Draft, RowDraft
 from layerskip.decoding.exit_controller import ExitController
 from layerskip.decoding.exit_head import ExitHead
 from layerskip.decoding.rows import DecodeSettings, Row
-from layerskip.decoding.stop_rule import StopRule
+from layerskip.decoding.stop_rule import COPIED, StopRule
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class Round:
 
     Attributes:
         exit_layer: E; the last layer for a step of plain decoding.
-        num_draft_tokens: at most how many drafts it has.
+        num_draft_tokens: at most how many drafts of the exit it has.
+        copies: at most how many tokens it copies.
         scored: exits that are compared with what the round settles, rising; their states are kept.
     """
 
     exit_layer: int
     num_draft_tokens: int
+    copies: int
     scored: tuple[int, ...] = ()
 
 
@@ -62,21 +64,29 @@ class Pace:
     def prefill(self) -> Round:
         """Returns what to score in prefill, where nothing is drafted."""
         scored = () if self._controller is None else self._controller.first_scored()
-        return Round(self._settings.depth, 0, scored)
+        return Round(self._settings.depth, 0, 0, scored)
 
     def next_round(self, settings: DecodeSettings) -> Round:
         """Returns how the next round decodes; `settings` are the call's as they are now."""
+        longest = settings.num_draft_tokens
         if self._controller is None:
-            return Round(settings.exit_layer, settings.num_draft_tokens)
+            return Round(settings.exit_layer, longest, longest)
         plan = self._controller.next_round()
         if plan.exit_layer is None:
-            return Round(settings.depth, 0, plan.scored)
+            # Copies that are trusted need no exit.
+            return Round(settings.depth, 0, longest if settings.trusts_copies else 0, plan.scored)
         # Where a rule ends drafts, the length that is best on average is no limit.
-        length = plan.num_draft_tokens if self.stop_rule is None else settings.num_draft_tokens
-        return Round(plan.exit_layer, length, plan.scored)
+        length = plan.num_draft_tokens if self.stop_rule is None else longest
+        return Round(plan.exit_layer, length, longest if settings.trusts_copies else length, plan.scored)
 
     def learn(
-        self, plan: Round, rows: Sequence[Row], draft: Draft, accepted: Sequence[int], scores: torch.Tensor
+        self,
+        plan: Round,
+        rows: Sequence[Row],
+        draft: Draft,
+        accepted: Sequence[int],
+        targets: Sequence[int | None],
+        scores: torch.Tensor,
     ) -> None:
         """Takes in how well exits foresaw what a round has settled, before the rows take it in.
 
@@ -85,12 +95,14 @@ class Pace:
             rows: that were active in it.
             draft: with the states of the exits to be scored.
             accepted: how many drafts of each row are.
+            targets: the token that follows them.
             scores: of the full model, processed, `(rows, width, vocabulary)`.
         """
         if self._controller is None and self.stop_rule is None:
             return
         head_rows = 0
-        for place, (row, drafted, count) in enumerate(zip(rows, draft.rows, accepted, strict=True)):
+        for place, (row, drafted, count, target) in enumerate(zip(rows, draft.rows, accepted, targets, strict=True)):
+            self._learn_of_copy(drafted, [*drafted.tokens[:count], target])
             foreseen = self._foreseen(drafted, scores[place, : count + 1])
             if self.stop_rule is not None:
                 # Without drafts there are no confidences either.
@@ -109,26 +121,37 @@ class Pace:
                 )
                 self._controller.observe(layer, agreement)
                 head_rows += count + 1
-        self._book(plan, draft, sum(accepted) + len(rows), head_rows)
+        self._book(plan, draft, (sum(accepted) + len(rows)) / len(rows), head_rows / len(rows))
+
+    def _learn_of_copy(self, drafted: RowDraft, settled: Sequence[int | None]) -> None:
+        """Compares what the text offered with what came, whether it was drafted or not."""
+        for copied, token in zip(drafted.copy.tokens, settled, strict=False):
+            if self.stop_rule is not None:
+                self.stop_rule.observe(COPIED, drafted.copy.confidence, float(copied == token))
+            if copied != token:
+                break
 
     def _foreseen(self, drafted: RowDraft, scores: torch.Tensor) -> list[float]:
-        """Returns how likely each draft was to be accepted, as far as all before it were."""
+        """Returns how likely each draft of the exit was to be accepted, as far as all before it were."""
+        if drafted.is_copied:
+            return []
         left_out = [] if drafted.left_out is None else [drafted.left_out]
         tokens = [*drafted.tokens, *left_out][: len(scores)]
         if not tokens:
             return []
         return self._head.choice.foreseen(tokens, drafted.sources[: len(tokens)], scores[: len(tokens)])
 
-    def _book(self, plan: Round, draft: Draft, tokens: int, head_rows: int) -> None:
-        """Books a round by the cost table; rows of a batch share what it takes."""
+    def _book(self, plan: Round, draft: Draft, tokens: float, head_rows: float) -> None:
+        """Books a round by the cost table: what it emitted, and ran of the head beside, in the mean of its rows."""
         costs = self._settings.costs
         if costs is None:
             return
+        verified = max(map(len, draft.tokens))
         seconds = costs.autoregressive_step
-        if plan.exit_layer < self._settings.depth:
-            seconds = costs.seconds(plan.exit_layer, draft.steps, max(map(len, draft.tokens)))
-        per_row = tokens / len(draft.rows)
+        if plan.exit_layer < self._settings.depth or verified:
+            exit_layer = plan.exit_layer if plan.exit_layer < self._settings.depth else costs.exit_layers[0]
+            seconds = costs.seconds(exit_layer, draft.steps, verified)
         if self.stop_rule is not None:
-            self.stop_rule.book(seconds, per_row)
+            self.stop_rule.book(seconds, tokens)
         if self._controller is not None:
-            self._controller.book(seconds=seconds, tokens=per_row, head_rows=head_rows)
+            self._controller.book(seconds=seconds, tokens=tokens, head_rows=head_rows)

@@ -13,6 +13,7 @@ STRATEGIES = ("self_speculative", "autoregressive", "early_exit")
 DEFAULT_NUM_DRAFT_TOKENS = 4
 AUTO = "auto"
 STATIC, ADAPTIVE = DRAFT_STOPS = ("static", "adaptive")
+OFF, CHECKED, TRUSTED = COPY_NGRAMS = ("off", "checked", "trusted")
 # Beyond that a pass costs more than the few likely tokens in it can bring.
 MAX_TREE_NODES = 64
 STORED = "the checkpoint's "
@@ -29,7 +30,8 @@ class Plan:
         num_draft_tokens: γ, of a tree its depth; `None` where nothing is drafted.
         draft_vocab_size: how many of the draft token ids to draft from; `None` for the full head.
         draft_stop: "static" drafts γ tokens, "adaptive" ends where one more no longer pays.
-        copy_ngrams: draft behind spans that are copied from the text.
+        copy_ngrams: "off" copies nothing; with "checked" the exit cuts what is copied from the text where it disagrees,
+            with "trusted" the full model alone judges it.
         tree_nodes: at most how many tokens a round drafts as a tree; `None` drafts a chain.
         compile: compile rounds.
         costs: what rounds cost, where the plan depends on it.
@@ -40,7 +42,7 @@ class Plan:
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
     draft_stop: str = "static"
-    copy_ngrams: bool = False
+    copy_ngrams: str = "off"
     tree_nodes: int | None = None
     compile: bool = False
     costs: CostTable | None = None
@@ -95,7 +97,7 @@ class Wishes:
     num_draft_tokens: int | None = None
     draft_vocab_size: int | None = None
     draft_stop: str | None = None
-    copy_ngrams: bool | None = None
+    copy_ngrams: str | None = None
     tree_nodes: int | None = None
     compile: bool | None = None
 
@@ -106,12 +108,14 @@ class Wishes:
             TypeError: a number that is none, or a switch that is neither true nor false.
             ValueError: a number out of range, or an unknown word.
         """
-        if self.draft_stop is not None and self.draft_stop not in DRAFT_STOPS:
-            raise ValueError(f"draft_stop={self.draft_stop!r} is unknown; allowed are {', '.join(DRAFT_STOPS)}.")
-        for name in ("copy_ngrams", "compile"):
-            value = getattr(self, name)
-            if not isinstance(value, bool | None):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
+        for name, value, words in (
+            ("draft_stop", self.draft_stop, DRAFT_STOPS),
+            ("copy_ngrams", self.copy_ngrams, COPY_NGRAMS),
+        ):
+            if value is not None and value not in words:
+                raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(words)}.")
+        if not isinstance(self.compile, bool | None):
+            raise TypeError(f"compile={self.compile!r} is a {type(self.compile).__name__}; pass True or False.")
         exit_layer = self.exit_layer
         return replace(
             self,
@@ -202,7 +206,7 @@ def make_plan(
         _num_draft_tokens(asked, metadata, costs if by_cost else None),
         _draft_vocab_size(asked, metadata, limits),
         asked.draft_stop or STATIC,
-        bool(asked.copy_ngrams),
+        asked.copy_ngrams or OFF,
         asked.tree_nodes,
         bool(asked.compile),
         costs if by_cost else None,
@@ -214,7 +218,7 @@ def _check_together(asked: Wishes) -> None:
     switches = {
         f"exit_layer={AUTO!r}": asked.exit_layer == AUTO,
         f"draft_stop={ADAPTIVE!r}": asked.draft_stop == ADAPTIVE,
-        "copy_ngrams=True": bool(asked.copy_ngrams),
+        f"copy_ngrams={asked.copy_ngrams!r}": asked.copy_ngrams in (CHECKED, TRUSTED),
         f"tree_nodes={asked.tree_nodes}": asked.tree_nodes is not None,
         "compile=True": bool(asked.compile),
     }

@@ -44,7 +44,8 @@ class DecodeSettings:
         keep_logits: keep these scores as they were before processing.
         chooses_exit: choose the exit, and how many of γ tokens to draft, before every round.
         stops_drafts_early: end a draft where one more no longer pays.
-        copies_ngrams: draft behind spans that are copied from the text.
+        copies_ngrams: copy spans from the text, which the exit cuts where it disagrees.
+        trusts_copies: copy spans from the text, which the full model alone judges.
         tree_nodes: at most how many tokens a round drafts as a tree, γ deep; `None` drafts a chain.
         costs: what rounds cost, where exits are chosen or drafts end by it.
     """
@@ -58,6 +59,7 @@ class DecodeSettings:
     chooses_exit: bool = False
     stops_drafts_early: bool = False
     copies_ngrams: bool = False
+    trusts_copies: bool = False
     tree_nodes: int | None = None
     costs: CostTable | None = None
 

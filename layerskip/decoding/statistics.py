@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 PHASES = ("prefill", "draft", "verify", "other")
+# Apart from these: what the first call of a kind needs once.
+COMPILE = "compile"
 
 
 @dataclass
@@ -63,7 +65,9 @@ class Statistics:
         early_layer_tokens: tokens through layers 1..E: prompt + D + R.
         late_layer_tokens: tokens through layers E+1..L: prompt + V + R; 0 for "early_exit".
         padding_tokens: dead tokens of the batch, which pass all layers beside these.
-        seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded.
+        seconds: {"prefill", "draft", "verify", "other"}; of a row: while it was being decoded. Compiled rounds do not
+            tell drafting and verification apart: all of them is "verify".
+        compile_seconds: what compiling took; 0 where nothing had to be compiled.
         decode_tokens_per_second: (N − rows) / seconds without prefill; `None` when nothing followed prefill.
         per_row: the same for each row.
         tallies: the counts of each row that all this comes from; not in JSON.
@@ -88,6 +92,7 @@ class Statistics:
     late_layer_tokens: int
     padding_tokens: int
     seconds: dict[str, float]
+    compile_seconds: float
     decode_tokens_per_second: float | None
     per_row: tuple[Statistics, ...] = ()
     tallies: tuple[Tally, ...] = field(default=(), repr=False)
@@ -138,6 +143,7 @@ class Statistics:
             late_layer_tokens=sum(tally.late_layer_tokens for tally in tallies),
             padding_tokens=sum(tally.padding_tokens for tally in tallies),
             seconds={phase: seconds[phase] for phase in PHASES},
+            compile_seconds=seconds[COMPILE],
             decode_tokens_per_second=decoded / decode_seconds if rounds and decode_seconds else None,
             per_row=per_row,
             tallies=tuple(tallies),
@@ -157,7 +163,9 @@ class Statistics:
                 "strategy, exit_layer and num_draft_tokens."
             )
         tallies = [tally for call in calls for tally in call.tallies]
-        seconds = Counter({phase: sum(call.seconds[phase] for call in calls) for phase in PHASES})
+        seconds: Counter[str] = Counter()
+        for call in calls:
+            seconds.update({**call.seconds, COMPILE: call.compile_seconds})
         return cls.of(tallies, seconds, *settings.pop(), tuple(row for call in calls for row in call.per_row))
 
     def to_dict(self) -> dict[str, object]:

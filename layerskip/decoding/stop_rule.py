@@ -10,6 +10,8 @@ from layerskip.decoding.cost import CostTable
 # Tokens of plain decoding that count as decoded before the call: the first rounds, good or bad, do not set the rate
 # alone, and after some tens of tokens nothing of them is left.
 PRIOR_TOKENS = 4
+# In place of an exit: drafts that are copied from the text, for which no layer has to run.
+COPIED = 0
 
 
 def pays(chance: float, marginal_seconds: float, rate: float) -> bool:
@@ -46,14 +48,14 @@ class StopRule:
         return max(self._tokens / self._seconds, 1 / self._table.autoregressive_step)
 
     def chance(self, exit_layer: int, confidence: float) -> float:
-        """Returns how likely a draft of this exit and confidence is to be accepted, if those before it are."""
+        """Returns how likely a draft of this exit, or `COPIED`, is to be accepted, if those before it are."""
         return self._calibrations[exit_layer].probability(confidence)
 
     def goes_on(self, exit_layer: int, drafts: int, chance: float) -> bool:
         """Whether the round drafts one more token; never beyond the longest round of the table.
 
         Args:
-            exit_layer: E.
+            exit_layer: E, or `COPIED`, which takes no draft steps.
             drafts: how many tokens the round has drafted.
             chance: that all of them and the next one are accepted.
 
@@ -62,20 +64,22 @@ class StopRule:
         """
         if drafts >= self._table.max_num_draft_tokens:
             return False
-        longer, now = (self._table.round_seconds(exit_layer, count) for count in (drafts + 1, drafts))
-        return pays(chance, longer - now, self.rate)
+        # What copies cost beyond verification hardly depends on the exit.
+        place, step = (self._table.exit_layers[0], 0) if exit_layer == COPIED else (exit_layer, 1)
+        seconds = self._table.seconds(place, step, drafts + 1) - self._table.seconds(place, 0, drafts)
+        return pays(chance, seconds, self.rate)
 
     def observe(self, exit_layer: int, confidence: float, accepted: float) -> None:
         """Learns from a draft, or from a candidate that was left out, before which every draft was accepted.
 
         Args:
-            exit_layer: E.
-            confidence: the exit's largest softmax probability.
+            exit_layer: E, or `COPIED`.
+            confidence: the exit's largest softmax probability, or that of the copy.
             accepted: 1.0 or 0.0, or the probability that it is accepted.
         """
         self._calibrations[exit_layer].observe(confidence, accepted)
 
-    def book(self, seconds: float, tokens: int) -> None:
-        """Counts a finished round: what it took by the table, and how many tokens it emitted."""
+    def book(self, seconds: float, tokens: float) -> None:
+        """Counts a finished round: what it took by the table, and the tokens it emitted (of several rows the mean)."""
         self._seconds += seconds
         self._tokens += tokens

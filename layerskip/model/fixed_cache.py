@@ -55,7 +55,6 @@ class FixedCache(SharedCache):
     def __init__(self, num_layers: int, capacity: int) -> None:
         """Makes an empty cache of `num_layers` layers for a sequence of at most `capacity` tokens."""
         super().__init__(num_layers, 1, capacity)
-        self.capacity = capacity
         self.shared_layers = [FixedCacheLayer(capacity) for _ in range(num_layers)]
         self.layers = list(self.shared_layers)
 
@@ -75,6 +74,7 @@ class PlacedCache(Cache):
     def __init__(self, layers: list[SharedCacheLayer], positions: torch.Tensor) -> None:
         """Takes `layers` as they are; `positions`, `(width,)`, say where the pass stores its states."""
         super().__init__(layers=list(layers))
+        self.shared_layers = layers
         self.positions = positions
 
     def update(
@@ -85,7 +85,7 @@ class PlacedCache(Cache):
         Returns:
             The whole buffers, `(1, heads, capacity, head size)`.
         """
-        layer = self.layers[layer_idx]
+        layer = self.shared_layers[layer_idx]
         layer.keys.index_copy_(2, self.positions, key_states)
         layer.values.index_copy_(2, self.positions, value_states)
         return layer.keys, layer.values

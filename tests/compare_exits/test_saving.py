@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ from tests.comparison.test_compare import (
 from tests.test_evaluate import Runner
 
 
+def agreement(folder: Path) -> tuple[float, ...]:
+    """Returns how often each exit's first choice was the full model's, as a comparison's JSON file has it."""
+    figures = json.loads((folder / "exits.json").read_text(encoding="utf-8"))["quality"]["all"]
+    return tuple(each["agreement"] for each in figures if each["exit_layer"] in COSTS.exit_layers)
+
+
 def test_the_fastest_cell_is_saved_and_load_uses_it(
     model: Path, prompts: Path, tmp_path: Path, known: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +42,7 @@ def test_the_fastest_cell_is_saved_and_load_uses_it(
     engine = layerskip.load(model)
     result = engine.generate("w44 w3", max_new_tokens=6).statistics
     assert (result.strategy, result.exit_layer, result.num_draft_tokens) == ("self_speculative", 2, 3)
-    assert engine.cost_table == COSTS
+    assert engine.cost_table == replace(COSTS, acceptance=agreement(tmp_path / "exits"))
 
 
 @pytest.mark.parametrize(

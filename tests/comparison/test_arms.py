@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from layerskip.comparison.arms import (
     transformers_arm,
 )
 from layerskip.comparison.batches import Batch
+from layerskip.decoding.cost import CostTable
 from tests import kit
 
 BATCH = Batch.of([kit.PROMPT])
@@ -117,7 +118,61 @@ def test_the_engine_counts_its_rounds() -> None:
     of_statistics = Rounds.of(result.statistics)
     assert of_statistics.verify_seconds == result.statistics.seconds["verify"] + result.statistics.seconds["other"]
     assert of_statistics.draft_seconds == result.statistics.seconds["draft"]
+    assert run.rounds.work == of_statistics.work == ((2, 3, 3, 2),)
     assert transformers_arm("theirs", model).generate(BATCH, 9).rounds is None
+
+
+def test_rounds_go_through_json() -> None:
+    """Rows of a batch add up: of four rounds three draft 3 tokens, and the last one what is left of the budget."""
+    model = kit.identical()
+    batch = Batch.of([kit.PROMPT, kit.PROMPT[:4]])
+    run = engine_arm("ours", Engine(model), exit_layer=2, num_draft_tokens=3).generate(batch, 8)
+    assert run.rounds is not None
+    assert run.rounds.work == ((2, 2, 2, 2), (2, 3, 3, 2))
+    assert Rounds(**json.loads(json.dumps(asdict(run.rounds)))) == run.rounds
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({"exit_layer": "auto"}, "ours E=auto γ=3"),
+        ({"exit_layer": 2, "draft_stop": "adaptive", "num_draft_tokens": 2}, "ours E=2 γ=2"),
+        ({"exit_layer": 2, "copy_ngrams": "checked"}, "ours E=2 γ=4"),
+        ({"exit_layer": 2, "tree_nodes": 5, "num_draft_tokens": 3}, "ours E=2 γ=3"),
+    ],
+)
+def test_every_option_of_the_engine_is_an_arm(options: dict[str, Any], label: str) -> None:
+    model = kit.mixed()
+    costs = CostTable((1, 2), (0.1, 0.2), ((1.0, 1.1, 1.2, 1.3),) * 2, 1.0, 0.05, 0.05)
+    arm = engine_arm("ours", Engine(model, cost_table=costs), **options)
+    run = arm.generate(BATCH, 12)
+    assert arm.label == label
+    assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 12)]
+    assert run.rounds is not None
+    expected = Engine(model, cost_table=costs).generate(kit.prompt_tensor(), max_new_tokens=12, **options).statistics
+    assert run.rounds == replace(Rounds.of(expected), **seconds_of(run.rounds))
+
+
+def seconds_of(rounds: Rounds) -> dict[str, float]:
+    return {name: value for name, value in asdict(rounds).items() if name.endswith("seconds")}
+
+
+@pytest.mark.parametrize("options", [{"strategy": "autoregressive"}, {"exit_layer": 2}])
+def test_a_compiled_engine_is_counted_as_it_is(options: dict[str, Any]) -> None:
+    model = kit.mixed()
+    engine = Engine(model)
+    arm = engine_arm("compiled", engine, compile=True, **options)
+    assert arm.counted is not None
+    with kit.counted_layers(model) as counts:
+        run = arm.counted(BATCH, 8)
+    assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 8)]
+    assert min(counts) >= len(kit.PROMPT) + 7
+    assert engine_arm("eager", engine, **options).counted is None
+
+
+def test_an_option_that_the_engine_does_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="drafts"):
+        engine_arm("ours", Engine(kit.mixed()), exit_layer=2, drafts=3)
 
 
 def test_first_tokens_that_arrive_together_are_not_counted_as_decoded() -> None:

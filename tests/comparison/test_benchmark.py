@@ -138,6 +138,15 @@ def test_figures_of_rounds_are_of_all_timed_runs() -> None:
     assert (first.draft_acceptance_rate, first.mean_acceptance_length, first.c) == (None,) * 3
 
 
+def test_rounds_of_one_kind_add_up() -> None:
+    runs = samples(FIRST, [[1.0, 1.0]])
+    for batch, work in enumerate([((2, 3, 3, 4), (4, 0, 0, 1)), ((2, 1, 1, 2), (2, 3, 3, 5))]):
+        runs.append(Sample("slow γ=4", batch, 0, Run([TOKENS], 10, 1.0, 12.0, replace(ROUNDS, work=work))))
+    first, slow = summarise([FIRST, SLOW], runs)
+    assert slow.work == ((2, 1, 1, 2), (2, 3, 3, 9), (4, 0, 0, 1))
+    assert first.work == ()
+
+
 # Running
 
 

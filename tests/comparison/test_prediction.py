@@ -110,8 +110,7 @@ def test_a_budget_of_two_leaves_no_room_for_drafts() -> None:
     assert (cell.tokens_per_round, cell.draft_acceptance_rate, cell.predicted) == (1.0, None, 1.0)
 
 
-@pytest.mark.parametrize("eos", [None, 35])
-@pytest.mark.parametrize("build", [kit.l4, kit.mixed, kit.identical])
+@pytest.mark.parametrize(("build", "eos"), [(kit.l4, None), (kit.mixed, 35), (kit.identical, None)])
 def test_every_cell_has_the_acceptance_of_the_engines_rounds(
     build: Callable[..., PreTrainedModel], eos: int | None
 ) -> None:
@@ -139,10 +138,8 @@ def test_a_draft_vocabulary_has_the_acceptance_of_its_own_rounds() -> None:
 
 
 KNOWN = [
-    (kit.l4, None, 16),
     (kit.l4, 35, 16),
     (kit.mixed, None, 7),
-    (kit.mixed, 35, 16),
     (kit.mixed, 13, 16),
     (kit.identical, None, 10),
     (kit.identical, 35, 16),

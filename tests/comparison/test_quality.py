@@ -107,9 +107,11 @@ def check(found: list[ExitQuality], expected: dict[int, tuple[int, float, float,
         assert figures == pytest.approx(expected[layer], rel=2e-5)
 
 
+# Temperatures and ids are dealt with behind the logits, and those are what families differ in.
 @pytest.mark.parametrize("ids", [None, SOME_IDS], ids=["all ids", "some ids"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("family", kit.CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "temperature"), [*((family, 1.0) for family in kit.CONFIGS), ("llama", 0.5), ("gemma2", 2.0)]
+)
 def test_figures_equal_those_of_the_stock_models_hidden_states(
     family: str, temperature: float, ids: torch.Tensor | None
 ) -> None:

@@ -48,7 +48,7 @@ def test_a_replay_counts_what_the_engine_counts(model: Any, eos: int | None, mon
     answers = own_answers(engine, texts(PROMPTS), list(EXITS), BUDGET, batch_size=3)
     compared = 0
     for exit_layer in EXITS:
-        for num_draft_tokens in range(1, 9):
+        for num_draft_tokens in (1, 2, 3, 5, 8):
             options = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
             counted, drafted_eos = run_rounds(engine, monkeypatch, **options)
             for index, row in enumerate(counted):
@@ -60,7 +60,8 @@ def test_a_replay_counts_what_the_engine_counts(model: Any, eos: int | None, mon
                     names = ("drafted", "draft_tokens_processed", "draft_acceptance_rate", "acceptance_by_position")
                     assert [vars(found)[name] for name in names] == [vars(row)[name] for name in names]
                     assert found.drafted == row.draft_tokens_processed
-    assert compared > 48
+    # Of 60: three exits, five lengths and four rows.
+    assert compared > 30
 
 
 def test_rows_are_counted_together() -> None:

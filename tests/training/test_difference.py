@@ -19,6 +19,7 @@ from layerskip.training.difference import export_difference
 from layerskip.training.finetune import finetune
 from layerskip.training.recipe import recipe_of
 from tests import kit
+from tests.test_programs import run as run_program
 
 ROOT = Path(__file__).parents[2]
 IDS = 20
@@ -171,16 +172,12 @@ def test_a_whole_checkpoint_is_no_difference(run: Path, tmp_path: Path) -> None:
         export(run.parent / "base", tmp_path / "out")
 
 
-def test_the_program_exports(run: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "training" / "export_difference.py"),
-        str(run),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    numbers = ["--base", "b", "--exit-layer", "2", "--num-draft-tokens", "4"]
-    done = subprocess.run([*command, *numbers], capture_output=True, text=True, check=True)
+def test_the_program_exports(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(run), "--out", str(tmp_path / "out"), "--base", "b", "--exit-layer", "2", "--num-draft-tokens"]
+    command = [sys.executable, str(ROOT / "training" / "export_difference.py"), *options, "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1])["tensor_bytes"] > 0
-    failed = subprocess.run([*command, *numbers[:-1], "0"], capture_output=True, text=True, check=False)
-    assert failed.returncode == 2 and failed.stderr.startswith("error: num_draft_tokens=0")
+    assert run_program(monkeypatch, "training/export_difference.py", *options, "0") == 2
+    assert capsys.readouterr().err.startswith("error: num_draft_tokens=0")

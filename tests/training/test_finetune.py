@@ -20,6 +20,7 @@ from layerskip.training.models import add_adapters
 from layerskip.training.recipe import LoraSettings, Recipe, recipe_of
 from layerskip.training.run_folder import last_whole_checkpoint
 from tests import kit
+from tests.test_programs import run as run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,9 +84,9 @@ def test_the_program_trains_from_the_command_line(folder: Path, tmp_path: Path) 
     assert loaded.stdout.split("\n")[0] == "LlamaForCausalLM True [1, 2, 3]"
 
 
-def test_the_help_documents_every_key() -> None:
-    command = [sys.executable, "training/finetune.py", "--help"]
-    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_the_help_documents_every_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(monkeypatch, "training/finetune.py", "--help") == 0
+    text = capsys.readouterr().out
     for key in ("exit_layers:", "p_max:", "completion_only:", "targets:", "from_config:", "trainer:"):
         assert key in text
 
@@ -99,14 +100,20 @@ def test_the_help_documents_every_key() -> None:
         ("epochs=3", "epochs is no key of a recipe"),
     ],
 )
-def test_mistakes_end_the_program_with_one_line(folder: Path, tmp_path: Path, change: str, message: str) -> None:
+def test_mistakes_end_the_program_with_one_line(
+    folder: Path,
+    tmp_path: Path,
+    change: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(written(folder, tmp_path / "run")), encoding="utf-8")
-    command = [sys.executable, "training/finetune.py", str(path), change]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "Traceback" not in run.stderr
-    assert message in run.stderr.splitlines()[-1]
+    assert run_program(monkeypatch, "training/finetune.py", str(path), change) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert message in error.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
