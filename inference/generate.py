@@ -8,7 +8,8 @@ Without --json the text appears as it is accepted, one prompt after the other, o
 green. Decoding is greedy unless --temperature is given. With --json every prompt gives one line:
 {"prompt", "text", "token_ids", "finish_reason", "statistics"}. `--model demo` fetches SmolLM2-135M-Instruct, a
 dequantised 4-bit copy, and puts the checkout's adapters on top, which were trained to draft voice commands as JSON;
-`demo-base` leaves them out. `--exit-layer` may be left out where the checkpoint names one.
+`demo-base` leaves them out. `--exit-layer` may be left out where the checkpoint names one. `--exit-layer auto` and
+`--draft-stop adaptive` go by what compare_exits.py --save has measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from layerskip.decoding.plan import AUTO, COPY_NGRAMS, DRAFT_STOPS, NAMES
 from layerskip.program import add_color, load_engine, run_program, show_stream, use_color
 from layerskip.prompt_file import as_chat, prompts_of
 
@@ -44,9 +46,18 @@ def parse_arguments() -> argparse.Namespace:
         "--chat", action="store_true", help="send each prompt as a user message through the chat template"
     )
     parser.add_argument("--strategy", default="self_speculative", help="self_speculative, autoregressive or early_exit")
-    parser.add_argument("--exit-layer", type=int, help="E: layers that a draft runs, counted from 1")
+    parser.add_argument(
+        "--exit-layer",
+        type=exit_layer,
+        metavar="E",
+        help="layers that a draft runs, counted from 1; auto chooses among those that the cost table knows",
+    )
     parser.add_argument("--num-draft-tokens", type=int, help="at most how many tokens a round drafts (default 4)")
     parser.add_argument("--draft-vocab-size", type=int, help="draft from so many of the checkpoint's draft token ids")
+    parser.add_argument("--draft-stop", choices=DRAFT_STOPS, help="end drafts where one more no longer pays: adaptive")
+    parser.add_argument("--copy-ngrams", choices=COPY_NGRAMS, help="copy what followed the last few tokens before")
+    parser.add_argument("--tree-nodes", type=int, help="draft a tree of so many likely tokens instead of a chain")
+    parser.add_argument("--compile", action="store_true", default=None, help="compile rounds; takes a minute at first")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
     parser.add_argument("--temperature", type=float, help="draw tokens at this temperature (default: the best token)")
     parser.add_argument("--top-k", type=int, help="draw from the k best tokens")
@@ -59,6 +70,11 @@ def parse_arguments() -> argparse.Namespace:
     add_color(parser)
     parser.add_argument("--json", action="store_true", help="one JSON line per prompt on standard output")
     return parser.parse_args()
+
+
+def exit_layer(value: str) -> int | str:
+    """Returns what `--exit-layer` means."""
+    return value if value == AUTO else int(value)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -99,9 +115,7 @@ def run() -> None:
     prompts = as_chat(texts, engine.tokenizer) if arguments.chat else texts
     options: dict[str, Any] = {
         "strategy": arguments.strategy,
-        "exit_layer": arguments.exit_layer,
-        "num_draft_tokens": arguments.num_draft_tokens,
-        "draft_vocab_size": arguments.draft_vocab_size,
+        **{name: vars(arguments)[name] for name in NAMES},
         "max_new_tokens": arguments.max_new_tokens,
         "stop_strings": arguments.stop,
         **sampling,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import Engine
 from layerskip.decoding.cost import CostTable
@@ -170,7 +171,6 @@ MISTAKES: list[tuple[list[Any], str]] = [
     (["--num-draft-tokens", "0"], "--num-draft-tokens 0"),
     (["--cost-repeats", "0"], "--cost-repeats 0"),
     (["--max-new-tokens", "1"], "--max-new-tokens 1 is out of range; allowed are integers from 2 on"),
-    (["--max-new-tokens", "4000"], "4"),
     (["--output-dir", "rows.jsonl"], "--output-dir rows.jsonl is a file"),
 ]
 
@@ -186,3 +186,18 @@ def test_mistakes_end_the_program_with_one_line(
     assert last.startswith("error: ")
     assert message in last
     assert output.out == ""
+
+
+def test_compiled_levers_are_measured_and_not_predicted(
+    checkpoint: str, data: Path, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes half a minute even for a tiny model; here the rounds run as they are."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    options = ["--compile", "--levers", "compiled-autoregressive,compiled-static", "--rows", 2]
+    found, _ = run("compare_levers.py", "--model", checkpoint, "--prompts", data, *QUICK, *options)
+    assert found["failed"] == {}
+    _, plain, static = found["levers"]
+    assert (plain["lever"], static["lever"]) == ("compiled-autoregressive", "compiled-static")
+    assert plain["predicted"] is static["predicted"] is None
+    assert [lever["same_as_first"] for lever in found["levers"]] == [2, 2, 2]
+    assert static["rounds_by_exit"].keys() == {"2"}

@@ -250,7 +250,7 @@ class Comparison:
         )
 
     def _agreement(self, exit_layers: Sequence[int]) -> tuple[float, ...]:
-        """Returns how often each exit's first choice is the full model's, over all answers; nothing where one is new."""
+        """Returns how often each exit's first choice is the full model's, over all answers; `()` where one is new."""
         rates = {each.exit_layer: each.agreement for each in self.found.quality()[ALL]}
         return tuple(rates[layer] for layer in exit_layers) if rates.keys() >= set(exit_layers) else ()
 

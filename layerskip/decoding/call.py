@@ -108,7 +108,12 @@ class Call:
             pad = 0 if options.pad_token_id is None else options.pad_token_id
             transcript = Transcript(handover.input_ids, stops.max_new_tokens, pad)
             processors = Processors(handover.processors, transcript) if handover.processors else None
-        plan.check_choice(options.do_sample, bool(handover.processors), rows)
+        plan.check_choice(
+            is_sampled=options.do_sample,
+            has_processors=bool(handover.processors),
+            keeps_scores=options.output_scores or options.output_logits,
+            rows=rows,
+        )
         settings = DecodeSettings(
             exit_layer=plan.exit_layer if isinstance(plan.exit_layer, int) else layered.num_layers,
             depth=plan.depth(layered.num_layers),

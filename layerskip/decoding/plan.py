@@ -51,27 +51,34 @@ class Plan:
         """Returns the layer whose exit gives the output: the last one, or E for an answer from the early layers."""
         return self.exit_layer if self.strategy == "early_exit" and isinstance(self.exit_layer, int) else num_layers
 
-    def check_choice(self, is_sampled: bool, has_processors: bool, rows: int) -> None:
+    def check_choice(self, *, is_sampled: bool, has_processors: bool, keeps_scores: bool, rows: int) -> None:
         """Checks that a call's tokens can be chosen as it asks for in rounds as they are planned.
 
         Args:
             is_sampled: tokens are drawn.
             has_processors: logits pass processors before.
+            keeps_scores: scores or logits are to be returned.
             rows: of the batch.
 
         Raises:
             ValueError: they cannot; the message says what to leave out.
         """
-        reasons = {
+        unfit = {
             "do_sample=True": is_sampled,
             "logits processors (penalties, min_new_tokens, bad words and the like)": has_processors,
         }
-        options = {f"tree_nodes={self.tree_nodes}": self.tree_nodes is not None, "compile=True": self.compile}
-        for option in (name for name, is_on in options.items() if is_on):
-            for reason in (name for name, is_so in reasons.items() if is_so):
-                raise ValueError(f"{option} does not go with {reason}; leave one of them out.")
-        if self.compile and rows > 1:
-            raise ValueError(f"compile=True decodes one row at a time, and there are {rows}; pass one prompt.")
+        if self.tree_nodes is not None:
+            _refuse(f"tree_nodes={self.tree_nodes}", unfit)
+        if self.compile:
+            several = f"a batch of {rows} rows"
+            _refuse("compile=True", {**unfit, "output_scores or output_logits": keeps_scores, several: rows > 1})
+
+
+def _refuse(option: str, unfit: dict[str, bool]) -> None:
+    """Raises for the first of some things that are asked for and do not go with an option."""
+    for name, is_asked in unfit.items():
+        if is_asked:
+            raise ValueError(f"{option} does not go with {name}; leave one of them out.")
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Statistics:
             late_layer_tokens=sum(tally.late_layer_tokens for tally in tallies),
             padding_tokens=sum(tally.padding_tokens for tally in tallies),
             seconds={phase: seconds[phase] for phase in PHASES},
-            compile_seconds=seconds[COMPILE],
+            compile_seconds=float(seconds[COMPILE]),
             decode_tokens_per_second=decoded / decode_seconds if rounds and decode_seconds else None,
             per_row=per_row,
             tallies=tuple(tallies),
