@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import Engine
 from layerskip.decoding.cost import CostTable
@@ -188,16 +187,12 @@ def test_mistakes_end_the_program_with_one_line(
     assert output.out == ""
 
 
-def test_compiled_levers_are_measured_and_not_predicted(
+def test_compiled_levers_ask_for_compiled_rounds(
     checkpoint: str, data: Path, run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling takes half a minute even for a tiny model; here the rounds run as they are."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    options = ["--compile", "--levers", "compiled-autoregressive,compiled-static", "--rows", 2]
+    """Compiling takes half a minute even for a tiny model; here it fails."""
+    failing("compile", RuntimeError("no compiler"), monkeypatch)
+    options = ["--compile", "--levers", "static,compiled-autoregressive,compiled-static"]
     found, _ = run("compare_levers.py", "--model", checkpoint, "--prompts", data, *QUICK, *options)
-    assert found["failed"] == {}
-    _, plain, static = found["levers"]
-    assert (plain["lever"], static["lever"]) == ("compiled-autoregressive", "compiled-static")
-    assert plain["predicted"] is static["predicted"] is None
-    assert [lever["same_as_first"] for lever in found["levers"]] == [2, 2, 2]
-    assert static["rounds_by_exit"].keys() == {"2"}
+    assert list(found["failed"]) == ["compiled-autoregressive", "compiled-static E=2 γ=2"]
+    assert [lever["lever"] for lever in found["levers"]] == ["autoregressive", "static"]

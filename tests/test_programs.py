@@ -587,9 +587,9 @@ def test_a_reader_that_stops_early_ends_a_program_quietly(
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as output:
-        monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(BrokenPipeError):
-            print("A control: nobody reads it.", flush=True)
+            os.write(writing, b"A control: nobody reads it.")
+        monkeypatch.setattr(sys, "stdout", output)
         options = ["--model", checkpoint, "--exit-layer", "2", "--json", "--prompt", "w1 w5"]
         assert run(monkeypatch, "generate.py", *options) == 0
     assert "error" not in capsys.readouterr().err

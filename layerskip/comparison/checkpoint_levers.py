@@ -95,27 +95,27 @@ class CheckpointRun:
 
     @cached_property
     def readings(self) -> list[Reading]:
-        """What the exits make of the model's own answers."""
+        """What the exits make of the model's own answers.
+
+        Raises:
+            ValueError: answers of one token each.
+        """
         engine, batches = self.loaded
         plain = engine_arm(BASELINE, engine, stop_at_eos=self._stops(engine), strategy=BASELINE)
         answers = [plain.generate(batch, self.settings.max_new_tokens).token_ids[0] for batch in batches]
         ids = engine.drafted_token_ids(engine.plan("self_speculative", Wishes(self.costs.exit_layers[0], 1)))
         prompts = [batch.ids[0].tolist() for batch in batches]
-        return read_answers(engine.layered, prompts, answers, self.costs.exit_layers, draft_token_ids=ids)
+        readings = read_answers(engine.layered, prompts, answers, self.costs.exit_layers, draft_token_ids=ids)
+        if not any(reading.tokens for reading in readings):
+            raise ValueError("every answer ends with its first token, so that nothing can be drafted; pass others.")
+        return readings
 
     @cached_property
     def cell(self) -> Cell:
-        """The exit and the draft length that the costs and the answers advise.
-
-        Raises:
-            ValueError: answers of one token each.
-        """
+        """The exit and the draft length that the costs and the answers advise."""
         exits = self.costs.exit_layers
         matches = {layer: [reading.matches[place] for reading in self.readings] for place, layer in enumerate(exits)}
-        cells = predict(matches, self.costs, self.settings.max_new_tokens)
-        if not cells:
-            raise ValueError("every answer ends with its first token, so that nothing can be drafted; pass others.")
-        return best_cell(cells)
+        return best_cell(predict(matches, self.costs, self.settings.max_new_tokens))
 
     @property
     def agreement(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a device gives on models without trained weights: whether every lever is exact there, and how fast rounds are."""
+"""What a device gives on models without trained weights: whether every lever is exact, and how fast rounds are."""
 
 from __future__ import annotations
 
@@ -113,15 +113,16 @@ def random_llama(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
 # --- Exactness --------------------------------------------------------------------------------------------------------
 
 
+EXACT_SIZES = {**SHAPES["tiny"].sizes, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
+EXACT_SETTINGS = LeverSettings(2, 4, longest=TREE_NODES, tree_nodes=(TREE_NODES,), compile=True)
+
+
 class Exactness:
     """Whether each lever's greedy tokens are those of plain decoding, on a small model in fp32.
 
     Its late layers add little to what the early ones give, so that the exit is sometimes right and sometimes wrong, and
     its prompt repeats itself, so that there is something to copy.
     """
-
-    SIZES = {**SHAPES["tiny"].sizes, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
-    SETTINGS = LeverSettings(2, 4, longest=TREE_NODES, tree_nodes=(TREE_NODES,), compile=True)
 
     def __init__(self, device: torch.device, new_tokens: int = 64) -> None:
         """Makes nothing yet.
@@ -136,20 +137,20 @@ class Exactness:
     @cached_property
     def engine(self) -> Engine:
         """The model, with costs at which drafts pay, whatever they take: the tokens are what matters here."""
-        model = random_llama(self.SIZES, self.device, torch.float32)
+        model = random_llama(EXACT_SIZES, self.device, torch.float32)
         with torch.no_grad():
             # Else greedy answers repeat one token.
             model.get_output_embeddings().weight.mul_(8.0)
             for layer in model.model.layers[2:]:
-                layer.self_attn.o_proj.weight.mul_(0.3)
-                layer.mlp.down_proj.weight.mul_(0.3)
+                layer.self_attn.o_proj.weight.mul_(0.15)
+                layer.mlp.down_proj.weight.mul_(0.15)
         flat = tuple(1 + 0.01 * width for width in range(TREE_NODES + 1))
-        return Engine(model, cost_table=CostTable((2, 4), (0.1, 0.2), (flat, flat), 1.0, 0.05, 0.05))
+        return Engine(model, cost_table=CostTable((2, 4), (0.05, 0.1), (flat, flat), 1.0, 0.05, 0.05))
 
     @cached_property
     def batch(self) -> Batch:
         """One prompt, twice over."""
-        return Batch.of([some_tokens(self.SIZES["vocab_size"])[:12] * 2], self.device)
+        return Batch.of([some_tokens(EXACT_SIZES["vocab_size"])[:12] * 2], self.device)
 
     @cached_property
     def expected(self) -> list[int]:
@@ -161,7 +162,7 @@ class Exactness:
         """Returns the arm of a lever, or of `hf_generate`."""
         if name == "hf_generate":
             return transformers_arm(name, self.engine.model)
-        return engine_arm(name, self.engine, **lever_options(self.SETTINGS)[name])
+        return engine_arm(name, self.engine, **lever_options(EXACT_SETTINGS)[name])
 
     def check(self, name: str) -> dict[str, Any]:
         """Returns whether an arm's tokens are the same, where they first are not, and what it counted."""
@@ -184,7 +185,7 @@ class Exactness:
         def task(name: str) -> Task:
             return Task.once(name, lambda: self.check(name))
 
-        names = [name for name in lever_options(self.SETTINGS) if name != BASELINE]
+        names = [name for name in lever_options(EXACT_SETTINGS) if name != BASELINE]
         compiled = [name for name in names if name.startswith("compiled")]
         eager = ["hf_generate", *(name for name in names if name not in compiled)]
         return {"exactness": list(map(task, eager)), "exactness-compiled": list(map(task, compiled))}
@@ -279,9 +280,7 @@ class ShapeRun:
         """Returns the table of eager costs."""
         shape = self.shape
         context = self.batch.ids[0].tolist()
-        table = measure_costs(
-            self.engine, shape.exit_layers, shape.max_num_draft_tokens, context, shape.cost_repeats
-        )
+        table = measure_costs(self.engine, shape.exit_layers, shape.max_num_draft_tokens, context, shape.cost_repeats)
         return {"cost_table": table.to_dict()}
 
     def arms(self) -> dict[str, dict[str, Callable[[], Arm]]]:

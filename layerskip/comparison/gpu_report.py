@@ -47,9 +47,9 @@ def compiled_predictions(shape: Shape, found: Mapping[str, Finding]) -> dict[str
 
     Returns:
         `seconds_per_draft`: what one draft more adds to a round, its share of the verification included, between the
-        first and the last draft length; `None` with fewer than two. `ratios`: {name: {α: speed over compiled plain
-        decoding}}, where a round of γ drafts gives 1 + α + … + α^γ tokens on average. `draft_costs`: for each name what
-        a round costs in compiled plain steps.
+        shortest and the longest draft length; `None` with fewer than two. `round_cost`: {name: what a round takes in
+        compiled plain steps}. `ratios`: {name: {α: speed over compiled plain decoding}}, where a round of γ drafts
+        gives 1 + α + … + α^γ tokens on average. Both are `None` where plain decoding was not measured.
     """
     rates = {name: each.figures["rounds_per_second"] for name, each in found.items() if each.status == DONE}
     rounds = {
@@ -100,19 +100,17 @@ def _in_unit(value: Any, unit: float) -> Any:
     return value if unit == 1 or value is None else value / unit
 
 
-def costs_report(table: CostTable, num_layers: int) -> str:
+def costs_report(table: CostTable) -> str:
     """Returns a line for each exit of a table of costs; and what a plain step and the heads take."""
     milliseconds = [1e3 * each for each in (table.autoregressive_step, table.head, table.draft_head)]
     beside = "plain step {:.2f} ms, head {:.2f} ms, draft head {:.2f} ms".format(*milliseconds)
-    return f"{costs_table(table)}\n{beside}; {num_layers} layers"
+    return f"{costs_table(table)}\n{beside}"
 
 
 def predictions_table(shape: Shape, predictions: Mapping[str, Any]) -> str:
     """Returns a line for each compiled draft length: what a round costs, and ratios at assumed acceptances."""
     header = ["predicted over compiled-autoregressive", "round in steps", *(f"α={rate}" for rate in ACCEPTANCES)]
-    rows = [
-        [name, predictions["round_cost"][name], *ratios.values()] for name, ratios in predictions["ratios"].items()
-    ]
+    rows = [[name, predictions["round_cost"][name], *ratios.values()] for name, ratios in predictions["ratios"].items()]
     seconds = predictions["seconds_per_draft"]
     added = "" if seconds is None else f"\na draft more adds {1e3 * seconds:.3f} ms to a compiled round"
     return format_table(header, rows) + added if rows else ""

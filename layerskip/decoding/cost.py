@@ -89,8 +89,8 @@ class CostTable:
 
         Args:
             exit_layer: E.
-            steps: how often the early layers ran and drafts were chosen from what they gave; one for each draft, unless
-                several were copied or branch off each other.
+            steps: how often the early layers ran, beside the once that verification needs; once for each draft, unless
+                several were copied or are branches of a tree.
             verified: how many drafts of each row passed the late layers.
 
         Raises:

@@ -49,19 +49,24 @@ class Draft:
         rows: of each active row.
         limits: at most how many drafts each may have.
         states: by exit layer, its states `(rows, width, hidden)`: after the row's last token and after each draft.
-        steps: how often the early layers ran and drafts were chosen from what they gave.
+        passes: how often the early layers ran.
     """
 
     exit_layer: int
     rows: list[RowDraft]
     limits: list[int]
     states: dict[int, torch.Tensor] = field(default_factory=dict)
-    steps: int = 0
+    passes: int = 0
 
     @property
     def tokens(self) -> list[list[int]]:
         """The drafts of each row."""
         return [row.tokens for row in self.rows]
+
+    @property
+    def steps(self) -> int:
+        """How often the early layers ran for drafting: all but the once that verification needs."""
+        return max(0, self.passes - 1)
 
     @property
     def waiting(self) -> list[int]:
@@ -137,7 +142,6 @@ class Drafting:
             waiting = draft.waiting
             self._pass(rows, draft, spans, kept)
             self._grow(rows, draft, spans, waiting)
-            draft.steps += 1
             spans = {}
         return draft
 
@@ -188,6 +192,7 @@ class Drafting:
         width = max(live)
         placement = self.passes.place(starts, live, width)
         hidden = self.passes.embed([(each + [0] * width)[:width] for each in tokens], placement)
+        draft.passes += 1
         for layer, states in self.passes.run_through(rows, hidden, 0, [*kept, draft.exit_layer], placement).items():
             if layer not in draft.states:
                 # Zeros, since dead tokens pass the late layers with what stands here.

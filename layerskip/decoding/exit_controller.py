@@ -18,10 +18,12 @@ DECAY = 0.95
 # How many standard errors are taken off. With 1.5 an exit that is right by chance is hardly ever drafted with, and a
 # good one drafts from its second hit on.
 CAUTION = 1.5
+# What drafting must promise over plain decoding: of several exits the one that looks best is partly so by chance.
+MARGIN = 0.05
 # Of the table's seconds, what plain rounds may spend on looking whether an exit pays again: where none ever does, that
 # is what "auto" costs. The other exits beside rounds that draft may cost more, since drafting saves more than that.
 PLAIN_SHARE = 0.01
-DRAFT_SHARE = 0.05
+DRAFT_SHARE = 0.02
 # Spent ahead, in autoregressive steps: with a dear head, an exit that missed the first token, or needs a second hit,
 # would otherwise wait for tens of tokens.
 ADVANCE = 1.0
@@ -53,22 +55,25 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
     return math.fsum(acceptance**count for count in range(num_draft_tokens + 1))
 
 
-def best_round(table: CostTable, acceptance: Mapping[int, float], max_num_draft_tokens: int) -> tuple[int | None, int]:
+def best_round(
+    table: CostTable, acceptance: Mapping[int, float], max_num_draft_tokens: int, margin: float = 0.0
+) -> tuple[int | None, int]:
     """Returns the exit and the draft length with most expected tokens per second of the table.
 
-    They are `(None, 0)` where none beats one token per autoregressive step. Among equals the lower exit and the shorter
+    They are `(None, 0)` where none beats one token per autoregressive step by more than the margin. Among equals the lower exit and the shorter
     draft win.
 
     Args:
         table: what rounds cost.
         acceptance: α by exit.
         max_num_draft_tokens: the longest draft allowed, within the table.
+        margin: what drafting must gain, as a share of plain decoding's speed.
 
     Raises:
         ValueError: an exit or a draft length that was not measured.
     """
     best: tuple[int | None, int] = (None, 0)
-    most = 1 / table.autoregressive_step
+    most = (1 + margin) / table.autoregressive_step
     for exit_layer in sorted(acceptance):
         # A round whose drafts all fail can only seem faster than a plain step, by noise of the measurement.
         if acceptance[exit_layer] <= 0:
@@ -152,7 +157,7 @@ class ExitController:
     def next_round(self) -> RoundPlan:
         """Returns what the next round does."""
         acceptance = {exit_layer: each.cautious for exit_layer, each in self._agreements.items()}
-        exit_layer, drafts = best_round(self._table, acceptance, self._longest)
+        exit_layer, drafts = best_round(self._table, acceptance, self._longest, MARGIN)
         drafting = () if exit_layer is None else (exit_layer,)
         passes = len(acceptance) - len(drafting)
         share = DRAFT_SHARE if drafting else PLAIN_SHARE

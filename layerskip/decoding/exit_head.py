@@ -63,7 +63,7 @@ class ExitHead:
             with_confidence: give `confidences`.
         """
         if self._is_bare and self.draft_head is not None:
-            scores = self.draft_head.logits(states)
+            scores = self.draft_head.logits(states.unsqueeze(1))[:, 0]
             tokens, sources = self.draft_head.token_ids[scores.argmax(-1)], None
             alive = None
         else:
@@ -98,7 +98,9 @@ class ExitHead:
 
         Arguments are those of `candidates`. What the draft head does not know stands at −inf.
         """
-        logits = self.model.logits(states) if self.draft_head is None else self.draft_head.full_logits(states)
+        head = self.model.logits if self.draft_head is None else self.draft_head.full_logits
+        # A token of each row, as modules and their hooks know it.
+        logits = head(states.unsqueeze(1))[:, 0]
         if self.processors is None:
             return logits, None
         scores = logits.to(self.processors.device, torch.float32, copy=True)

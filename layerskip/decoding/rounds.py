@@ -49,7 +49,7 @@ class Outcome:
 
     Attributes:
         exit_layer: E; the last layer for a step of plain decoding.
-        steps: how often the early layers ran and something was chosen from what they gave.
+        steps: how often the early layers ran, beside the once that verification needs.
         verdicts: of each active row.
         scored: the full model's output; `None` where it stays on the device.
         drafted: when drafting ended, by `time.perf_counter`.

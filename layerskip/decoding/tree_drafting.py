@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -33,9 +34,27 @@ def best_choices(logits: Tensor, token_ids: Tensor | None = None, count: int = N
     return (best if token_ids is None else token_ids[best]), probabilities
 
 
+@dataclass(frozen=True)
+class TreeDrafts:
+    """What a round drafts as trees.
+
+    Attributes:
+        trees: of each row.
+        states: the exit states of each root and its nodes, `(rows, 1 + most nodes, hidden)`; what lies behind a row's
+            last node means nothing.
+        placement: where these stand, for layers E+1..L.
+        steps: how often layers 1..E ran beside the root's pass.
+    """
+
+    trees: list[DraftTree]
+    states: Tensor
+    placement: Placement
+    steps: int
+
+
 def draft_trees(
     passes: Passes, rows: Sequence[Row], settings: DecodeSettings, tree_nodes: int, depths: Sequence[int], head: Head
-) -> tuple[list[DraftTree], Tensor, Placement]:
+) -> TreeDrafts:
     """Drafts a tree after each row's last token, in one pass of layers 1..E for each level whatever its width.
 
     A pass takes the best candidates of any depth, as many as spread the row's remaining nodes evenly over its
@@ -48,10 +67,6 @@ def draft_trees(
         tree_nodes: how many nodes a tree may have.
         depths: how many tokens each row's budget leaves for drafts, which bounds its tree likewise; 0 drafts nothing.
         head: what follows exit states.
-
-    Returns:
-        The tree of each row; the exit states of its root and nodes, `(rows, 1 + most nodes, hidden)`, where what lies
-        behind a row's last node means nothing; and the placement of these for layers E+1..L.
 
     Raises:
         ValueError: a cache too small for the nodes.
@@ -72,7 +87,7 @@ def draft_trees(
         for row, nodes in zip(rows, taken, strict=True):
             row.tally.draft_tokens_processed += len(nodes)
     placement = _place(passes, rows, trees, [1 + len(tree.nodes) for tree in trees])
-    return trees, _joined(states, passed), placement
+    return TreeDrafts(trees, _joined(states, passed), placement, len(passed) - 1)
 
 
 def keep_paths(passes: Passes, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:

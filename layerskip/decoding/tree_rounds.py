@@ -33,22 +33,20 @@ class TreeRounds:
     def run(self, rows: Sequence[Row]) -> Outcome:
         """Drafts and verifies; see `Rounds`."""
         depths = [self.settings.most_drafts(row) for row in rows]
-        trees, states, placement = draft_trees(
-            self.passes, rows, self.settings, self.tree_nodes, depths, self._likeliest
-        )
+        drafts = draft_trees(self.passes, rows, self.settings, self.tree_nodes, depths, self._likeliest)
         drafted = time.perf_counter()
-        hidden = self.passes.run(rows, states, self.settings.exit_layer, self.settings.depth, placement)
+        exit_layer = self.settings.exit_layer
+        hidden = self.passes.run(rows, drafts.states, exit_layer, self.settings.depth, drafts.placement)
         logits = self.passes.model.logits(hidden)
         paths, verdicts = [], []
-        for tree, targets in zip(trees, logits.argmax(-1).tolist(), strict=True):
+        for tree, targets in zip(drafts.trees, logits.argmax(-1).tolist(), strict=True):
             path = tree.accept(targets)
             places = [0, *(node + 1 for node in path)]
             accepted = [tree.nodes[node].token for node in path]
             paths.append(path)
             verdicts.append(Verdict(tree.depth, len(tree.nodes), accepted, targets[places[-1]], places))
         keep_paths(self.passes, rows, paths)
-        steps = max(tree.depth for tree in trees)
-        return Outcome(self.settings.exit_layer, steps, verdicts, Scored(logits, logits), drafted)
+        return Outcome(exit_layer, drafts.steps, verdicts, Scored(logits, logits), drafted)
 
     def _likeliest(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the likeliest tokens after exit states `(n, hidden)` and their probabilities, `(n, k)` each."""

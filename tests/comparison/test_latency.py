@@ -164,10 +164,11 @@ def known_times(model: PreTrainedModel) -> Iterator[Clock]:
     for index, layer in enumerate(kit.layers_of(model), 1):
         handles.append(layer.register_forward_pre_hook(add(lambda width, index=index: layer_units(index, width))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerskip.decoding.loop.time", clock)
+        for module in ("loop", "chain_rounds", "tree_rounds"):
+            patch.setattr(f"layerskip.decoding.{module}.time", clock)
         patch.setattr("layerskip.comparison.latency.time", clock)
         patch.setattr(SharedCache, "rollback", moving(SharedCache.rollback, ROLL_BACK))
-        patch.setattr(DraftHead, "choose", moving(DraftHead.choose, DRAFT_HEAD))
+        patch.setattr(DraftHead, "logits", moving(DraftHead.logits, DRAFT_HEAD))
         yield clock
     for handle in handles:
         handle.remove()

@@ -210,8 +210,8 @@ def test_copies_come_from_the_cached_part(copies: str) -> None:
     model = model_of("looping")
     engine = engine_of(model, {"exit_layer": 2, "copy_ngrams": copies})
     first = engine.generate(kit.prompt_tensor(REPEATS), max_new_tokens=12, return_cache=True)
-    # Prefill gives one token more: what it follows must be in the cache with what follows both.
-    said = [*first.sequences[0].tolist(), 7]
+    # Each token follows from the one before: with what prefill gives, this one is the end of a pair of the cache.
+    said = [*first.sequences[0].tolist(), first.new_token_ids[0][2]]
     new = plain("looping", tuple(said), 3)
     with recorded_drafts() as seen:
         engine.generate(kit.prompt_tensor(said), max_new_tokens=6, cache=first.cache)

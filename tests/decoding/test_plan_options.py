@@ -220,17 +220,22 @@ def test_an_answer_from_the_early_layers_needs_an_exit_by_number() -> None:
 )
 def test_trees_and_compiled_rounds_choose_greedily_without_processors(options: dict[str, Any], name: str) -> None:
     found = plan(exit_layer=2, **options)
-    found.check_choice(is_sampled=False, has_processors=False, rows=1)
+    fit = {"is_sampled": False, "has_processors": False, "keeps_scores": False, "rows": 1}
+    found.check_choice(**fit)
     with pytest.raises(ValueError, match=f"{name} does not go with do_sample=True; leave one of them out"):
-        found.check_choice(is_sampled=True, has_processors=False, rows=1)
+        found.check_choice(**{**fit, "is_sampled": True})
     with pytest.raises(ValueError, match=f"{name} does not go with logits processors"):
-        found.check_choice(is_sampled=False, has_processors=True, rows=1)
+        found.check_choice(**{**fit, "has_processors": True})
 
 
-def test_compiled_rounds_have_one_row() -> None:
-    with pytest.raises(ValueError, match="compile=True decodes one row at a time, and there are 3; pass one prompt"):
-        plan(exit_layer=2, compile=True).check_choice(is_sampled=False, has_processors=False, rows=3)
-    plan(exit_layer=2, tree_nodes=8).check_choice(is_sampled=False, has_processors=False, rows=3)
+def test_compiled_rounds_have_one_row_and_keep_no_scores() -> None:
+    fit = {"is_sampled": False, "has_processors": False, "keeps_scores": False, "rows": 1}
+    compiled, tree = plan(exit_layer=2, compile=True), plan(exit_layer=2, tree_nodes=8)
+    with pytest.raises(ValueError, match="compile=True does not go with a batch of 3 rows"):
+        compiled.check_choice(**{**fit, "rows": 3})
+    with pytest.raises(ValueError, match="compile=True does not go with output_scores or output_logits"):
+        compiled.check_choice(**{**fit, "keeps_scores": True})
+    tree.check_choice(**{**fit, "rows": 3, "keeps_scores": True})
 
 
 # Through the engine
@@ -243,7 +248,7 @@ ASKED = {
     "tree, processed": ({"tree_nodes": 8, "repetition_penalty": 1.5}, r"tree_nodes=8 does not go with logits proc"),
     "compiled, sampled": ({"compile": True, "do_sample": True}, r"compile=True does not go with do_sample=True"),
     "compiled, processed": ({"compile": True, "bad_words_ids": [[5]]}, r"compile=True does not go with logits proc"),
-    "compiled, three rows": ({"compile": True}, r"compile=True decodes one row at a time, and there are 3"),
+    "compiled, three rows": ({"compile": True}, r"compile=True does not go with a batch of 3 rows"),
     "unknown stop": ({"draft_stop": "soon"}, r"draft_stop='soon' is unknown"),
 }
 

@@ -5,7 +5,7 @@ As in `test_sampling`: by enumeration, and by draws of the engine, with wrong va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +19,6 @@ from layerskip.decoding.acceptance import Rule
 from layerskip.decoding.drafting import Draft, Drafting, RowDraft
 from layerskip.decoding.exit_head import Candidates, ExitHead
 from layerskip.decoding.rows import Row
-from layerskip.model.layered import LayeredModel
 from tests.decoding.levers_kit import gpu_like, recorded_drafts
 from tests.decoding.sampling_kit import (
     Tables,
@@ -76,13 +75,13 @@ def test_a_stop_that_looks_at_the_distribution_alone_changes_nothing(grade: str,
 @pytest.mark.parametrize("looks_at", ["distribution", "token"])
 def test_a_stop_that_looks_at_the_token_is_refused(looks_at: str, rule: Rule) -> None:
     """A draft that is left out because it is itself unlikely makes likely ones more likely still."""
-    generator, threshold = seeded(1), 0.4
-    target, drawn = random_tables(generator, 4, 4), random_tables(generator, 4, 3)
+    generator, threshold = seeded(2), 0.6
+    target, drawn = random_tables(generator, 4, 4), random_tables(generator, 4, 3, sharpness=2.5)
     rounds = enumerate_rounds(target, drawn, drawn)
     chances = rounds.q.gather(2, rounds.drafts.unsqueeze(-1)).squeeze(-1)
     low = (rounds.q.amax(-1) if looks_at == "distribution" else chances) < threshold
-    assert 0 < low[:, 0].sum() + low[:, 1].sum() < 2 * len(low)
     counts = (~low).long().cumprod(1).sum(1)
+    assert len(counts.unique()) > 2
     distance = exact_distance(rule, target, replace(rounds, counts=counts))
     assert (distance < EXACT) if looks_at == "distribution" else (distance > 1000 * EXACT)
 
@@ -92,7 +91,6 @@ def test_a_stop_that_looks_at_the_token_is_refused(looks_at: str, rule: Rule) ->
 SAID = [1, 4, 3, 2, 1, 4, 3, 2, 1, 4]
 """A prompt that repeats: what follows is often in it, with what came after."""
 LENGTH = 5
-Law = Callable[[], list[Any]]
 CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("none", {}),
     "top-k": ("top-k", {"top_k": 3}),
@@ -154,11 +152,11 @@ def test_the_first_three_tokens_follow_the_models_law(name: str, choice: str) ->
     if OPTIONS[name].get("draft_stop"):
         assert any(row.left_out is not None for row in rows)
     if OPTIONS[name].get("exit_layer"):
-        assert len({draft.exit_layer for draft in drafts}) > 1
+        assert {draft.exit_layer for draft in drafts if any(draft.tokens)} not in (set(), {2})
 
 
 @pytest.mark.parametrize("choice", ["temperature", "trimmed head", "trimmed head and repetition"])
-@pytest.mark.parametrize("name", ["everything", "everything, trusted"])
+@pytest.mark.parametrize("name", ["everything"])
 def test_everything_together_follows_the_law_of_processed_scores(name: str, choice: str) -> None:
     processors, arguments = CHOICES[choice]
     tokens, drafts = draws(OPTIONS[name], **arguments)

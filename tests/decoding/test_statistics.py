@@ -22,11 +22,13 @@ NAMES = [
     "exit_layer",
     "num_draft_tokens",
     "rounds",
+    "rounds_by_exit",
     "drafted",
     "accepted",
     "emitted",
     "cut",
     "draft_tokens_processed",
+    "draft_tokens_verified",
     "draft_acceptance_rate",
     "mean_acceptance_length",
     "acceptance_by_position",
@@ -35,6 +37,7 @@ NAMES = [
     "late_layer_tokens",
     "padding_tokens",
     "seconds",
+    "compile_seconds",
     "decode_tokens_per_second",
 ]
 
@@ -183,8 +186,8 @@ def test_json_holds_the_same_names_and_figures() -> None:
     assert list(stored) == [*NAMES, "per_row"]
     for name in NAMES:
         value = getattr(figures, name)
-        if name == "acceptance_histogram":
-            value = {str(accepted): count for accepted, count in value.items()}
+        if name in ("acceptance_histogram", "rounds_by_exit"):
+            value = {str(key): count for key, count in value.items()}
         elif name == "acceptance_by_position":
             value = list(value)
         assert stored[name] == value

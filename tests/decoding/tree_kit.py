@@ -87,7 +87,8 @@ class Call:
         """Drafts as deep as the budget allows, or `depths`."""
         if depths is None:
             depths = [self.settings.stops.max_new_tokens - len(row.tokens) - 1 for row in self.active]
-        return draft_trees(self.passes, self.active, self.settings, self.tree_nodes, depths, self.head)
+        drafts = draft_trees(self.passes, self.active, self.settings, self.tree_nodes, depths, self.head)
+        return drafts.trees, drafts.states, drafts.placement
 
     @torch.inference_mode()
     def round(self) -> None:
