@@ -15,6 +15,7 @@ from layerskip import Engine
 from layerskip.comparison import latency
 from layerskip.comparison.latency import RejectingChoice, measure_costs, timed_rounds
 from layerskip.decoding.cost import CostTable
+from layerskip.decoding.exit_head import Candidates, ExitHead
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.stopping import Stops
@@ -96,14 +97,14 @@ def test_a_round_runs_its_drafts_through_the_early_layers_and_one_verification_t
 def test_drafts_alone_are_chosen_from_the_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kit.mixed()
     chosen: list[int] = []
-    choose = DraftHead.choose
+    intact = ExitHead.candidates
 
-    def noting(head: DraftHead, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = choose(head, hidden)
-        chosen.append(int(tokens))
-        return tokens
+    def noting(head: ExitHead, *arguments: Any, **options: Any) -> Candidates:
+        candidates = intact(head, *arguments, **options)
+        chosen.extend(candidates.tokens)
+        return candidates
 
-    monkeypatch.setattr(DraftHead, "choose", noting)
+    monkeypatch.setattr(ExitHead, "candidates", noting)
     with called(model) as calls:
         loop = loop_of(model, SOME_IDS)
         list(timed_rounds(loop, CELLS))
