@@ -11,7 +11,7 @@ adaptive and ngrams, `all-trusted` auto, adaptive and trusted; `tree-8` drafts t
 are `compiled-autoregressive` and `compiled-static`. All decode greedily, and emit plain decoding's tokens.
 
 1. The cost of a draft and of a verification of every width is measured on this machine, behind the prompt of median
-   length; adaptive and auto decide by these costs.
+   length; adaptive and auto decide by these costs, and by what the checkpoint's own table expects of its exits.
 2. All levers answer each prompt in turn. `predicted` is the speed over plain decoding that follows from the rounds that
    a lever ran and these costs, `measured` what it was: the median over repeats, and the lowest and the highest.
    Compiled rounds cost something else and have no prediction. The other columns: accepted drafts over drafted ones; V,
@@ -220,7 +220,7 @@ def begin(
         engine.tokenizer,
         draft_vocab_size=engine.draft_vocab_size,
         draft_token_ids=engine.draft_token_ids,
-        cost_table=costs,
+        cost_table=costs.expecting(engine.cost_table),
     )
     options = lever_options(settings)
     arms = [engine_arm(name, deciding, stop_at_eos=arguments.stop_at_eos, **options[name]) for name in levers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 # What tables lack that were stored before it was measured.
@@ -124,6 +124,13 @@ class CostTable:
         if not seconds:
             raise ValueError("rounds holds none, and without rounds there is no speed.")
         return tokens / self.rows * self.autoregressive_step / seconds
+
+    def expecting(self, known: CostTable | None) -> CostTable:
+        """Returns the same costs with the `acceptance` that another table of the same exits knows, if it does."""
+        rates = {} if known is None else dict(zip(known.exit_layers, known.acceptance, strict=False))
+        if not rates.keys() >= set(self.exit_layers):
+            return self
+        return replace(self, acceptance=tuple(rates[layer] for layer in self.exit_layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as `json.dumps` takes it and `read` reads it."""

@@ -202,3 +202,20 @@ def test_what_is_no_table_is_refused_with_the_place_it_stands_in(stored: Any) ->
 def test_a_part_that_is_wrong_is_refused_with_the_place_it_stands_in(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"^config\.json: "):
         CostTable.read({**TABLE.to_dict(), name: value}, "config.json")
+
+
+def test_a_table_takes_over_what_another_one_expects_of_all_its_exits() -> None:
+    known = dataclasses.replace(TABLE, acceptance=tuple(0.5 + exit_layer / 100 for exit_layer in TABLE.exit_layers))
+    assert TABLE.acceptance == () and TABLE.expecting(known) == known
+    assert TABLE.expecting(TABLE) == TABLE.expecting(None) == TABLE
+    fewer = dataclasses.replace(
+        known,
+        **{name: getattr(known, name)[:1] for name in ("exit_layers", "draft_steps", "verifications", "acceptance")},
+    )
+    assert TABLE.expecting(fewer) == TABLE and fewer.expecting(known) == fewer
+
+
+@pytest.mark.parametrize("acceptance", [(0.5,), (0.5, 1.5), (0.5, -0.1), (0.5, float("nan"))])
+def test_what_is_expected_must_be_a_rate_for_each_exit(acceptance: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="acceptance=.*must be one rate of 0 to 1 for each"):
+        dataclasses.replace(TABLE, acceptance=acceptance)
