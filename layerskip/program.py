@@ -51,7 +51,7 @@ def load_engine(model: str, checkout: Path, **options: Any) -> Engine:
         FetchError, ImportError, OSError: the demo model could not be made.
         ValueError: as `layerskip.load`, and where the checkout's adapters are missing or damaged.
     """
-    from layerskip.decoding.engine import load
+    from layerskip.decoding.load import load
 
     if model == "demo":
         return demo.load(difference_folder(checkout), **options)

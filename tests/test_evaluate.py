@@ -207,7 +207,7 @@ def test_answers_that_cannot_be_written_are_told_before_the_work(
         raise AssertionError("no model may be loaded")
 
     monkeypatch.setattr(Path, "open", refusing)
-    monkeypatch.setattr("layerskip.decoding.engine.load", unexpected)
+    monkeypatch.setattr("layerskip.decoding.load.load", unexpected)
     options = ["--data", data, "--exit-layers", "2", "--answers", tmp_path / "answers.jsonl"]
     assert run.status("evaluate.py", "--model", checkpoint, *options) == 2
     assert "Permission denied" in run.capsys.readouterr().err

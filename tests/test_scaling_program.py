@@ -41,7 +41,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*arguments: Any, **options: Any) -> None:
         raise AssertionError("no model may be loaded")
 
-    monkeypatch.setattr("layerskip.decoding.engine.load", unexpected)
+    monkeypatch.setattr("layerskip.decoding.load.load", unexpected)
 
 
 def stored(folder: Path) -> Any:

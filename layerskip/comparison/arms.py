@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundCounts:
     """What the engine counted in one run, over all its rows.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rounds:
         object.__setattr__(self, "work", tuple(map(tuple, self.work)))
 
     @classmethod
-    def of(cls, statistics: Statistics) -> Rounds:
+    def of(cls, statistics: Statistics) -> RoundCounts:
         """Returns the counts of a call's statistics."""
         work = sum((tally.work for tally in statistics.tallies), Counter[tuple[int, int, int]]())
         return cls(
@@ -78,7 +78,7 @@ class Run:
     decoded: int
     prefill_seconds: float
     decode_seconds: float
-    rounds: Rounds | None = None
+    rounds: RoundCounts | None = None
 
     @property
     def seconds(self) -> float:
@@ -164,7 +164,7 @@ def engine_arm(
         begin = time.perf_counter()
         result = engine.generate(batch.ids, attention_mask=batch.mask, streamer=clock, **how)
         end = time.perf_counter()
-        tokens, counted = result.new_token_ids, Rounds.of(result.statistics)
+        tokens, counted = result.new_token_ids, RoundCounts.of(result.statistics)
         # Nothing streams from several rows; the time of their rounds is what comes behind the first tokens.
         first = end - counted.draft_seconds - counted.verify_seconds if clock is None else clock.arrivals[1][0]
         return Run(tokens, sum(map(len, tokens)) - len(tokens), first - begin, end - first, counted)

@@ -191,7 +191,8 @@ def _attempt(arm: Arm, failed: dict[str, str] | None, make: Callable[..., Made],
 
 
 def round_costs(runs: Sequence[Run], seconds_per_token: float) -> RoundCosts | None:
-    """Returns the costs of some runs together; `None` where none of them drafted, or rows shared their rounds.
+    """Returns the costs of some runs together; `None` where none of them drafted, rows shared their rounds, or rounds
+    drafted otherwise than one token after the other with one exit.
 
     Args:
         runs: of one arm.
@@ -200,7 +201,11 @@ def round_costs(runs: Sequence[Run], seconds_per_token: float) -> RoundCosts | N
     done = [run.rounds for run in runs if run.rounds is not None and len(run.token_ids) == 1]
     rounds = sum(counted.rounds for counted in done)
     drafts = sum(counted.draft_tokens_processed for counted in done)
-    if not drafts:
+    work = [entry for counted in done for entry in counted.work]
+    is_plain = len({exit_layer for exit_layer, *_ in work}) <= 1 and all(
+        steps == verified for _, steps, verified, _ in work
+    )
+    if not drafts or not is_plain:
         return None
     c = sum(counted.draft_seconds for counted in done) / drafts / seconds_per_token
     return RoundCosts(c, sum(counted.verify_seconds for counted in done) / rounds / seconds_per_token)

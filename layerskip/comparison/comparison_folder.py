@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from layerskip.comparison.arms import Rounds, Run
+from layerskip.comparison.arms import RoundCounts, Run
 from layerskip.comparison.benchmark import Sample
 from layerskip.comparison.quality import Reading
 from layerskip.decoding.cost import CostTable
@@ -138,5 +138,5 @@ class ComparisonFolder:
 def _sample(row: dict[str, Any]) -> Sample:
     """Returns a timed run that was written as JSON."""
     run = row["run"]
-    rounds = None if run["rounds"] is None else Rounds(**run["rounds"])
+    rounds = None if run["rounds"] is None else RoundCounts(**run["rounds"])
     return Sample(**{**row, "run": Run(**{**run, "rounds": rounds})})

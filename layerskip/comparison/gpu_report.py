@@ -8,10 +8,10 @@ from typing import Any
 
 from layerskip.comparison.gpu import Shape, compiled_name
 from layerskip.comparison.levers import costs_table
-from layerskip.comparison.scaling import expected_tokens, scaling_points
+from layerskip.comparison.scaling import scaling_points
 from layerskip.comparison.table import format_table
 from layerskip.comparison.time_limit import DONE, Finding
-from layerskip.decoding.cost import CostTable
+from layerskip.decoding.cost import CostTable, expected_tokens
 
 ACCEPTANCES = (0.6, 0.8, 0.9)
 # Of the tables: figures by name, and what they are divided by.

@@ -15,8 +15,7 @@ import torch
 from layerskip.comparison.benchmark import Measurement
 from layerskip.comparison.forced import LOGIT_ROWS, answer_states, following
 from layerskip.comparison.table import format_table
-from layerskip.decoding.cost import CostTable
-from layerskip.decoding.exit_controller import expected_tokens
+from layerskip.decoding.cost import CostTable, expected_tokens
 from layerskip.decoding.plan import ADAPTIVE, AUTO, CHECKED, TRUSTED
 from layerskip.decoding.tree_drafting import best_choices
 from layerskip.model.layered import LayeredModel

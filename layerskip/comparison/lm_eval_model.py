@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
-from layerskip.decoding.engine import Engine, load
+from layerskip.decoding.engine import Engine
+from layerskip.decoding.load import load
 from layerskip.decoding.options import SAMPLING, token_ids
 from layerskip.decoding.plan import Wishes
 from layerskip.decoding.prompts import Prompts, longest_first

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerskip.comparison.latency import measure_costs, rounds_length
-from layerskip.decoding.cost import CostTable
+from layerskip.decoding.cost import CostTable, expected_tokens
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.plan import check_exit_layer, check_num_draft_tokens
 
@@ -57,11 +57,6 @@ class ScalingPoint:
             "speed_up": self.speed_up,
             "chosen_num_draft_tokens": self.chosen_num_draft_tokens,
         }
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Returns how many tokens a row emits in a round of this many drafts on average: 1 + α + … + α^drafts."""
-    return sum(acceptance**place for place in range(drafts + 1))
 
 
 def round_seconds_per_token(costs: CostTable, exit_layer: int, drafts: int, acceptance: float) -> float:

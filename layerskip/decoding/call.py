@@ -19,7 +19,7 @@ from layerskip.decoding.options import GenerationOptions
 from layerskip.decoding.plan import ADAPTIVE, AUTO, CHECKED, TRUSTED, Plan
 from layerskip.decoding.processors import Processors
 from layerskip.decoding.result import GenerationResult, StreamEvent
-from layerskip.decoding.rows import Block, DecodeSettings
+from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.state import Watch
 from layerskip.decoding.stopping import Stops
 from layerskip.decoding.text import GrowingText
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A prepared call; nothing has run yet.
+    """A prepared call; nothing has run yet. Whoever runs it releases it once nothing more is read from it.
 
     Attributes:
         loop: what runs.
@@ -178,7 +178,7 @@ class Call:
             raise ValueError(f"streamer takes the tokens of one row, and there are {rows}; stream one at a time.")
         if streamer is not None:
             streamer.put(self.shown.cpu())
-        for blocks in self._blocks():
+        for blocks in self.loop.blocks():
             if streamer is not None:
                 streamer.put(torch.tensor(blocks[0].token_ids))
         if streamer is not None:
@@ -186,23 +186,23 @@ class Call:
         return self.result()
 
     def events(self) -> Iterator[StreamEvent]:
-        """Runs a call of one row and yields an event a round; the last one carries the result."""
+        """Runs a call of one row and yields an event a round; the last one carries the result. It releases the call."""
         text = None if self.tokenizer is None else GrowingText(self.tokenizer)
-        for [block] in self._blocks():
-            piece = "" if text is None else text.add(block.token_ids)
-            if self.loop.active:
-                yield StreamEvent(piece, block.token_ids, block.accepted)
-            else:
-                piece += "" if text is None else text.finish()
-                yield StreamEvent(piece, block.token_ids, block.accepted, self.result())
-
-    def _blocks(self) -> Iterator[list[Block]]:
-        """Runs the loop, and gives back what it had on loan, however it ends."""
         try:
-            yield from self.loop.blocks()
+            for [block] in self.loop.blocks():
+                piece = "" if text is None else text.add(block.token_ids)
+                if self.loop.active:
+                    yield StreamEvent(piece, block.token_ids, block.accepted)
+                else:
+                    piece += "" if text is None else text.finish()
+                    yield StreamEvent(piece, block.token_ids, block.accepted, self.result())
         finally:
-            if self.loop.compiled is not None:
-                self.graphs.give(self.loop.compiled)
+            self.release()
+
+    def release(self) -> None:
+        """Gives back the graphs that the call had on loan; their cache holds its states no longer then."""
+        if self.loop.compiled is not None:
+            self.graphs.give(self.loop.compiled)
 
     def result(self) -> GenerationResult:
         """Returns the result of a call that has run to its end.

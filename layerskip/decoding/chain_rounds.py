@@ -73,10 +73,9 @@ class ChainRounds:
     def run(self, rows: Sequence[Row]) -> Outcome:
         """Drafts and verifies; see `Rounds`."""
         plan = self.pace.next_round(self.settings)
-        limits, copies = (
-            [min(most, self.settings.stops.max_new_tokens - len(row.tokens) - 1) for row in rows]
-            for most in (plan.num_draft_tokens, plan.copies)
-        )
+        room = [self.settings.room(row) for row in rows]
+        limits = [min(plan.num_draft_tokens, left) for left in room]
+        copies = [min(plan.copies, left) for left in room]
         lower = [layer for layer in plan.scored if layer < plan.exit_layer]
         draft = self.drafting.draft(rows, limits, plan.exit_layer, lower, copies)
         drafted = time.perf_counter()
@@ -100,7 +99,8 @@ class ChainRounds:
         scored = self._score(rows, draft.states[self.settings.depth][:, :width], drafts)
         sources = [row.sources[: len(row.tokens)] for row in draft.rows]
         accepted, targets = self.head.choice.verify(scored.scores, drafts, sources)
-        self.pace.learn(plan, rows, draft, accepted, targets, scored.scores)
+        settled = [[*tokens[:count], target] for tokens, count, target in zip(drafts, accepted, targets, strict=True)]
+        self.pace.learn(plan, rows, draft, settled, scored.scores)
         verdicts = [
             Verdict(len(tokens), len(tokens), tokens[:count], target, range(count + 1))
             for tokens, count, target in zip(drafts, accepted, targets, strict=True)

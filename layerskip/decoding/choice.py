@@ -38,23 +38,30 @@ class GreedyChoice:
         accepted = [accept_greedy(draft, target) for draft, target in zip(drafts, targets, strict=True)]
         return accepted, [target[count] for target, count in zip(targets, accepted, strict=True)]
 
-    def agreement(self, scores: torch.Tensor, targets: torch.Tensor) -> list[float]:
+    def agreement(self, scores: torch.Tensor, targets: torch.Tensor, settled: Sequence[int | None]) -> list[float]:
         """Returns how likely the full model accepts a draft from `scores` at n places: 1 where both agree, else 0.
 
         Args:
             scores, targets: of an exit and of the full model at the same places, processed, `(n, vocabulary)`.
+            settled: what was emitted at these places.
         """
-        return self.foreseen(scores.argmax(-1).tolist(), [], targets)
+        return self.foreseen(scores.argmax(-1).tolist(), [], targets, settled)
 
-    def foreseen(self, tokens: Sequence[int], sources: Sequence[torch.Tensor], targets: torch.Tensor) -> list[float]:
+    def foreseen(
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[torch.Tensor],
+        targets: torch.Tensor,
+        settled: Sequence[int | None],
+    ) -> list[float]:
         """Returns the same for drafts that were chosen already.
 
         Args:
             tokens: a draft at each place.
             sources: what each was drawn from; of no use here.
-            targets: of `agreement`.
+            targets, settled: of `agreement`; greedy decoding emits the full model's choice, so that nothing is read.
         """
-        return [float(token == target) for token, target in zip(tokens, targets.argmax(-1).tolist(), strict=True)]
+        return [float(token == target) for token, target in zip(tokens, settled, strict=True)]
 
 
 class SampledChoice:
@@ -77,7 +84,8 @@ class SampledChoice:
     def certain(self, tokens: Sequence[int], vocab_size: int, device: torch.device) -> list[torch.Tensor]:
         """Returns, for tokens that were not drawn, the distributions that are certain of them, `(vocabulary,)` each."""
         ids = torch.tensor(tokens, device=device)
-        return list(torch.nn.functional.one_hot(ids, vocab_size).double())
+        certain = torch.nn.functional.one_hot(ids, vocab_size)
+        return list(certain.to(torch.float32 if device.type == "mps" else torch.float64))
 
     def verify(
         self, scores: torch.Tensor, drafts: Sequence[list[int]], sources: Sources
@@ -108,14 +116,20 @@ class SampledChoice:
             [token if count < limit else None for count, token, limit in rows],
         )
 
-    def agreement(self, scores: torch.Tensor, targets: torch.Tensor) -> list[float]:
+    def agreement(self, scores: torch.Tensor, targets: torch.Tensor, settled: Sequence[int | None]) -> list[float]:
         """Returns how likely the full model accepts a draft from `scores` at n places; see `GreedyChoice`.
 
-        It is Σ min(p, q), and 0 where either leaves no token to choose from.
+        It is Σ min(p, q), whatever was drawn, and 0 where either leaves no token to choose from.
         """
         return _shared(probabilities(targets), probabilities(scores))
 
-    def foreseen(self, tokens: Sequence[int], sources: Sequence[torch.Tensor], targets: torch.Tensor) -> list[float]:
+    def foreseen(
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[torch.Tensor],
+        targets: torch.Tensor,
+        settled: Sequence[int | None],
+    ) -> list[float]:
         """Returns the same for drafts that were drawn already, whatever came out; see `GreedyChoice`."""
         return _shared(probabilities(targets), torch.stack(list(sources)))
 

@@ -172,6 +172,16 @@ class CostTable:
         return self.exit_layers.index(exit_layer)
 
 
+def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
+    """Returns how many tokens a round emits on average: the sum of acceptance^i, i = 0..γ.
+
+    Args:
+        acceptance: α, the probability that a draft is accepted if those before it are.
+        num_draft_tokens: γ, what the round drafts.
+    """
+    return math.fsum(acceptance**count for count in range(num_draft_tokens + 1))
+
+
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is a {type(value).__name__}, not a number of seconds; measure it anew.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.model.cache import CachedTokens
 from layerskip.model.draft_head import check_draft_token_ids
 from layerskip.model.layered import LayeredModel
-from layerskip.model.loading import load_checkpoint
 from layerskip.model.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -78,7 +76,8 @@ class Engine:
                 call of a kind takes a minute or so for that.
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
             cost_table: what rounds cost on this machine, see `layerskip.comparison.latency.measure_costs`; by default
-                the checkpoint's.
+                the checkpoint's. It bears on speed alone, and is taken as it stands: for batches pass one that was
+                measured with as many rows, for long texts one of such a context.
             graphs: compiled rounds that are shared with other engines for the same model; its own by default.
 
         Raises:
@@ -90,6 +89,10 @@ class Engine:
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(
                 f"tokenizer is a {type(tokenizer).__name__}; pass what AutoTokenizer.from_pretrained(…) returns."
+            )
+        if not isinstance(cost_table, CostTable | None):
+            raise TypeError(
+                f"cost_table is a {type(cost_table).__name__}; pass a CostTable, of JSON what CostTable.read makes of it."
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -185,7 +188,10 @@ class Engine:
             generation_config=generation_config,
             **arguments,
         )
-        return call.run(streamer)
+        try:
+            return call.run(streamer)
+        finally:
+            call.release()
 
     def stream(self, prompt: Any, **arguments: Any) -> Iterator[StreamEvent]:
         """Generates one row and yields what prefill and then every round emits, as soon as it is settled.
@@ -234,7 +240,7 @@ class Engine:
             engine=self._wishes,
             metadata=self.metadata,
             limits=self._limits(self.layered),
-            costs=self.cost_table,
+            costs=lambda: self.cost_table,
         )
 
     @property
@@ -348,64 +354,3 @@ class Engine:
             cached_prompts=rows if return_cache else None,
             graphs=self._graphs,
         )
-
-
-def load(
-    path_or_id: str | os.PathLike[str],
-    *,
-    exit_layer: int | str | None = None,
-    num_draft_tokens: int | None = None,
-    draft_vocab_size: int | None = None,
-    draft_stop: str | None = None,
-    copy_ngrams: str | None = None,
-    tree_nodes: int | None = None,
-    compile: bool | None = None,
-    cost_table: CostTable | None = None,
-    base: str | os.PathLike[str] | None = None,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype = "auto",
-    attn_implementation: str | None = None,
-    revision: str | None = None,
-) -> Engine:
-    """Loads a checkpoint and its tokenizer and returns an `Engine` for them.
-
-    Args:
-        path_or_id: a local folder, or a model id on the Hugging Face hub. LoRA adapters in a folder of their own are
-            merged into the model that they name, in fp32, and the sums rounded once to `dtype`.
-        exit_layer, num_draft_tokens, draft_stop, copy_ngrams, tree_nodes, compile, cost_table: see `Engine`; by default
-            the checkpoint's recommendation, where it has one.
-        draft_vocab_size: how many of the checkpoint's draft token ids to draft from; the model's vocabulary size for
-            the full head. By default the checkpoint's recommendation, else all that it has, else the full head.
-        base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
-        device: where the model goes; by default the first CUDA device where there is one, else the CPU.
-        dtype: of the weights; "auto" keeps the checkpoint's, of adapters that of the model beneath.
-        attn_implementation: "sdpa" or "eager"; by default what transformers chooses for the family.
-        revision: of a model on the hub.
-
-    Raises:
-        ValueError: no model there, a family that is not supported, a number out of range, draft token ids that are
-            missing or damaged, or a `base` beneath a whole model.
-        TypeError: `path_or_id` or `base` is no path or id, or a number is no integer.
-        ImportError: a folder of adapters, and peft is not installed.
-    """
-    checkpoint = load_checkpoint(
-        path_or_id,
-        device=device,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        base=base,
-    )
-    return Engine(
-        checkpoint.model,
-        checkpoint.tokenizer,
-        exit_layer=exit_layer,
-        num_draft_tokens=num_draft_tokens,
-        draft_vocab_size=draft_vocab_size,
-        draft_stop=draft_stop,
-        copy_ngrams=copy_ngrams,
-        tree_nodes=tree_nodes,
-        compile=compile,
-        draft_token_ids=checkpoint.draft_token_ids,
-        cost_table=cost_table,
-    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerskip.decoding.cost import CostTable
+from layerskip.decoding.cost import CostTable, expected_tokens
 
 # What an exit is worth before it was seen: one observation, so that the first real one weighs as much.
 PRIOR_MEAN = 0.3
@@ -45,23 +45,13 @@ class RoundPlan:
     scored: tuple[int, ...]
 
 
-def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Returns how many tokens a round emits on average: the sum of acceptance^i, i = 0..γ.
-
-    Args:
-        acceptance: α, the probability that a draft is accepted if those before it are.
-        num_draft_tokens: γ, what the round drafts.
-    """
-    return math.fsum(acceptance**count for count in range(num_draft_tokens + 1))
-
-
 def best_round(
     table: CostTable, acceptance: Mapping[int, float], max_num_draft_tokens: int, margin: float = 0.0
 ) -> tuple[int | None, int]:
     """Returns the exit and the draft length with most expected tokens per second of the table.
 
-    They are `(None, 0)` where none beats one token per autoregressive step by more than the margin. Among equals the lower exit and the shorter
-    draft win.
+    They are `(None, 0)` where none beats one token per autoregressive step by more than the margin. Among equals the
+    lower exit and the shorter draft win.
 
     Args:
         table: what rounds cost.
@@ -148,7 +138,8 @@ class ExitController:
             self._agreements = {exit_layer: Agreement(rate, MEASURED_TRIALS) for exit_layer, rate in known}
         self._plan = RoundPlan(None, 0, table.exit_layers)
         self._seconds = 0.0
-        self._scoring = {PLAIN_SHARE: 0.0, DRAFT_SHARE: 0.0}
+        # By whether the round drafts.
+        self._scoring = {False: 0.0, True: 0.0}
 
     def first_scored(self) -> tuple[int, ...]:
         """Returns the exits to score on the token that prefill emits: all."""
@@ -161,7 +152,7 @@ class ExitController:
         drafting = () if exit_layer is None else (exit_layer,)
         passes = len(acceptance) - len(drafting)
         share = DRAFT_SHARE if drafting else PLAIN_SHARE
-        spent = self._scoring[share] + passes * self._table.draft_head
+        spent = self._scoring[bool(drafting)] + passes * self._table.draft_head
         affordable = spent <= ADVANCE * self._table.autoregressive_step + share * self._seconds
         self._plan = RoundPlan(exit_layer, drafts, self._table.exit_layers if affordable else drafting)
         return self._plan
@@ -186,9 +177,8 @@ class ExitController:
             head_rows: the rows of the draft head that were run for scoring alone, likewise.
         """
         self._seconds += seconds
-        share = PLAIN_SHARE if self._plan.exit_layer is None else DRAFT_SHARE
         # The tokens that a round settles pass the head beside each other, which takes about what one does.
-        self._scoring[share] += head_rows / tokens * self._table.draft_head
+        self._scoring[self._plan.exit_layer is not None] += head_rows / tokens * self._table.draft_head
         for exit_layer, agreement in self._agreements.items():
             if exit_layer not in self._plan.scored:
                 agreement.fade(tokens)

@@ -69,13 +69,13 @@ class ExitHead:
         else:
             scores, alive = self.scores(states, rows, counts)
             tokens, sources = self.choice.draft(scores)
-        read = [tokens.double()]
+        read = [tokens.float()]
         if alive is not None:
-            read.append(alive.to(tokens.device).double())
+            read.append(alive.to(tokens.device).float())
         if with_confidence:
             # A place that is not alive may have NaN here, which nobody looks at.
-            read.append((scores.amax(-1).double() - scores.double().logsumexp(-1)).exp().to(tokens.device))
-        # Token ids are far below 2^53, so that float64 holds them.
+            read.append((scores.amax(-1).float() - scores.float().logsumexp(-1)).exp().to(tokens.device))
+        # Token ids are below 2^24, so that float32, which every device has, holds them.
         values = torch.stack(read).tolist()
         return Candidates(
             tokens=[int(token) for token in values[0]],
@@ -112,14 +112,21 @@ class ExitHead:
         return processed, alive
 
     def agreement(
-        self, states: torch.Tensor, rows: Sequence[int], counts: Sequence[int], targets: torch.Tensor
+        self,
+        states: torch.Tensor,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        targets: torch.Tensor,
+        settled: Sequence[int | None],
     ) -> list[float]:
         """Returns how likely the full model would have accepted a draft at each place; one read from the device.
 
         Args:
             states, rows, counts: of `candidates`.
             targets: the full model's processed scores at the same places, `(n, vocabulary)`.
+            settled: what was emitted there.
         """
         if self._is_bare and self.draft_head is not None:
-            return self.choice.foreseen(self.draft_head.choose(states).tolist(), [], targets)
-        return self.choice.agreement(self.scores(states, rows, counts)[0], targets)
+            chosen = self.draft_head.choose(states.unsqueeze(1))[:, 0]
+            return self.choice.foreseen(chosen.tolist(), [], targets, settled)
+        return self.choice.agreement(self.scores(states, rows, counts)[0], targets, settled)

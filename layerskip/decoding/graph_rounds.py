@@ -36,8 +36,7 @@ class GraphRounds:
         begin = time.perf_counter()
         (row,) = rows
         graph = self.compiled.settings
-        left = self.settings.stops.max_new_tokens - len(row.tokens) - 1
-        outcome = self.compiled.round(row.tokens[-1], row.committed - 1, left)
+        outcome = self.compiled.round(row.tokens[-1], row.committed - 1, self.settings.room(row))
         processed = graph.num_draft_tokens
         row.tally.early_layer_tokens += processed + 1
         row.tally.draft_tokens_processed += processed

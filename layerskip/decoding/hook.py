@@ -86,8 +86,9 @@ def self_speculative(
         >>> model.generate(**inputs, custom_generate=layerskip.self_speculative(exit_layer=8), max_new_tokens=64)
 
     Args:
-        exit_layer, num_draft_tokens, draft_vocab_size, draft_stop, copy_ngrams, tree_nodes, compile, cost_table: as
-            `Engine` takes them, by default the checkpoint's.
+        exit_layer, num_draft_tokens, draft_vocab_size, cost_table: as `Engine` takes them, by default the checkpoint's.
+        draft_stop, copy_ngrams, tree_nodes, compile: likewise, off by default. Compiled rounds are kept for further
+            calls as long as the function lives, and the models with them.
         draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
         streamer: a transformers streamer, for one row: gets the prompt, then what each round emits at once.
         tokenizer: to find `stop_strings` in tokens.
@@ -139,17 +140,20 @@ def self_speculative(
             stop_strings=stop_strings,
             graphs=graphs,
         )
-        result = call.run(streamer)
-        if not handover.config.return_dict_in_generate:
-            return result.sequences
-        return SelfSpeculativeOutput(
-            sequences=result.sequences,
-            scores=result.scores,
-            logits=result.logits,
-            cache=_dynamic_cache(call, columns, model) if columns.are_left_padded else None,
-            finish_reasons=result.finish_reasons,
-            statistics=result.statistics,
-        )
+        try:
+            result = call.run(streamer)
+            if not handover.config.return_dict_in_generate:
+                return result.sequences
+            return SelfSpeculativeOutput(
+                sequences=result.sequences,
+                scores=result.scores,
+                logits=result.logits,
+                cache=_dynamic_cache(call, columns, model) if columns.are_left_padded else None,
+                finish_reasons=result.finish_reasons,
+                statistics=result.statistics,
+            )
+        finally:
+            call.release()
 
     return decode
 

@@ -26,6 +26,10 @@ from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
 
+# At most so many tokens of a single prompt pass the layers at once where these need a mask, which would else grow with
+# the square of its length.
+PIECE = 512
+
 
 class DecodeLoop:
     """One generation call: its rows, its cache, and what is yet to do.
@@ -113,13 +117,16 @@ class DecodeLoop:
         """Runs all layers over the prompts and emits each row's first token."""
         begin = time.perf_counter()
         rows = list(self.active)
-        lengths = [len(prompt) for prompt in self.prompts]
-        starts = [row.prompt_length - length for row, length in zip(rows, lengths, strict=True)]
-        if any(starts):
-            placement = self.passes.place(starts, lengths, max(lengths))
-        else:
-            placement = Placement.prompt(lengths, self.model.device)
-        outcome = self.chain.prefill(rows, self._embed_prompts(placement), placement)
+        prompts = list(self.prompts)
+        starts = [row.prompt_length - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        if len(rows) == 1:
+            while len(prompts[0]) > PIECE and self.model.masks(starts[0], len(prompts[0])):
+                placement = self._place(starts, [PIECE])
+                embedded = self._embed([prompts[0][:PIECE]], placement)
+                self.passes.run(rows, embedded, 0, self.settings.depth, placement)
+                prompts, starts = [prompts[0][PIECE:]], [starts[0] + PIECE]
+        placement = self._place(starts, [len(prompt) for prompt in prompts])
+        outcome = self.chain.prefill(rows, self._embed(prompts, placement), placement)
         blocks = self._settle(outcome)
         self._roll_back()
         self._book(rows, prefill=time.perf_counter() - begin)
@@ -127,13 +134,19 @@ class DecodeLoop:
             self._book(rows, compile=self.compiled.prepare())
         return blocks
 
-    def _embed_prompts(self, placement: Placement) -> torch.Tensor:
-        """Returns the hidden state before layer 1 of all prompts, filled up to the longest, `(rows, width, hidden)`."""
-        embedded = [prompt for prompt in self.prompts if isinstance(prompt, torch.Tensor)]
+    def _place(self, starts: list[int], lengths: list[int]) -> Placement:
+        """Returns where prompts of these lengths stand behind what the cache holds."""
+        if any(starts):
+            return self.passes.place(starts, lengths, max(lengths))
+        return Placement.prompt(lengths, self.model.device)
+
+    def _embed(self, prompts: Sequence[Prompt], placement: Placement) -> torch.Tensor:
+        """Returns the hidden state before layer 1 of prompts, filled up to the longest, `(rows, width, hidden)`."""
+        embedded = [prompt for prompt in prompts if isinstance(prompt, torch.Tensor)]
         if embedded:
             padded = torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True).to(self.model.device)
             return self.model.place(padded, placement.positions)
-        filled = [[*prompt, *[0] * (placement.width - len(prompt))] for prompt in self.prompts]
+        filled = [[*prompt, *[0] * (placement.width - len(prompt))] for prompt in prompts]
         return self.passes.embed(filled, placement)
 
     @torch.inference_mode()
@@ -145,7 +158,7 @@ class DecodeLoop:
         verified = time.perf_counter()
         blocks = self._settle(outcome)
         self._roll_back()
-        drafted = outcome.drafted
+        drafted = outcome.drafted_at
         self._book(rows, draft=drafted - begin, verify=verified - drafted, other=time.perf_counter() - verified)
         return blocks
 

@@ -84,8 +84,7 @@ class Pace:
         plan: Round,
         rows: Sequence[Row],
         draft: Draft,
-        accepted: Sequence[int],
-        targets: Sequence[int | None],
+        settled: Sequence[Sequence[int | None]],
         scores: torch.Tensor,
     ) -> None:
         """Takes in how well exits foresaw what a round has settled, before the rows take it in.
@@ -94,52 +93,72 @@ class Pace:
             plan: of the round.
             rows: that were active in it.
             draft: with the states of the exits to be scored.
-            accepted: how many drafts of each row are.
-            targets: the token that follows them.
+            settled: of each row, its accepted drafts and the token that follows them.
             scores: of the full model, processed, `(rows, width, vocabulary)`.
         """
         if self._controller is None and self.stop_rule is None:
             return
-        head_rows = 0
-        for place, (row, drafted, count, target) in enumerate(zip(rows, draft.rows, accepted, targets, strict=True)):
-            self._learn_of_copy(drafted, [*drafted.tokens[:count], target])
-            foreseen = self._foreseen(drafted, scores[place, : count + 1])
+        is_foreseen = False
+        for place, (drafted, tokens) in enumerate(zip(draft.rows, settled, strict=True)):
+            foreseen = self._foreseen(drafted, scores[place, : len(tokens)], tokens)
+            is_foreseen |= bool(foreseen)
             if self.stop_rule is not None:
+                self._learn_of_copy(self.stop_rule, drafted, tokens)
                 # Without drafts there are no confidences either.
                 for confidence, held in zip(drafted.confidences, foreseen, strict=False):
                     self.stop_rule.observe(draft.exit_layer, confidence, held)
             if self._controller is not None and foreseen:
                 self._controller.observe(draft.exit_layer, foreseen)
-            for layer in plan.scored:
-                if self._controller is None or (layer == draft.exit_layer and foreseen):
-                    continue
-                agreement = self._head.agreement(
-                    draft.states[layer][place, : count + 1],
-                    [row.index] * (count + 1),
-                    [len(row.tokens) + offset for offset in range(count + 1)],
-                    scores[place, : count + 1],
-                )
-                self._controller.observe(layer, agreement)
-                head_rows += count + 1
-        self._book(plan, draft, (sum(accepted) + len(rows)) / len(rows), head_rows / len(rows))
+        # The exit that drafts is always to be scored, since its drafts tell; a head of its own would be beyond that.
+        is_known = is_foreseen or plan.scored == (draft.exit_layer,)
+        beside = [layer for layer in plan.scored if layer != draft.exit_layer or not is_known]
+        head_rows = self._score(beside, rows, draft, settled, scores)
+        self._book(plan, draft, sum(map(len, settled)) / len(rows), head_rows / len(rows))
 
-    def _learn_of_copy(self, drafted: RowDraft, settled: Sequence[int | None]) -> None:
+    def _score(
+        self,
+        exit_layers: Sequence[int],
+        rows: Sequence[Row],
+        draft: Draft,
+        settled: Sequence[Sequence[int | None]],
+        scores: torch.Tensor,
+    ) -> int:
+        """Compares exits with what all rows have settled; returns how many rows of the head that took."""
+        if self._controller is None or not exit_layers:
+            return 0
+        places = [(place, offset) for place, tokens in enumerate(settled) for offset in range(len(tokens))]
+        place, offset = torch.tensor(places, device=scores.device).unbind(1)
+        targets = scores[place, offset]
+        emitted = [token for tokens in settled for token in tokens]
+        for layer in exit_layers:
+            states = draft.states[layer]
+            agreement = self._head.agreement(
+                states[place.to(states.device), offset.to(states.device)],
+                [rows[place].index for place, _ in places],
+                [len(rows[place].tokens) + offset for place, offset in places],
+                targets,
+                emitted,
+            )
+            self._controller.observe(layer, agreement)
+        return len(places) * len(exit_layers)
+
+    def _learn_of_copy(self, stop_rule: StopRule, drafted: RowDraft, settled: Sequence[int | None]) -> None:
         """Compares what the text offered with what came, whether it was drafted or not."""
         for copied, token in zip(drafted.copy.tokens, settled, strict=False):
-            if self.stop_rule is not None:
-                self.stop_rule.observe(COPIED, drafted.copy.confidence, float(copied == token))
+            stop_rule.observe(COPIED, drafted.copy.confidence, float(copied == token))
             if copied != token:
                 break
 
-    def _foreseen(self, drafted: RowDraft, scores: torch.Tensor) -> list[float]:
+    def _foreseen(self, drafted: RowDraft, scores: torch.Tensor, settled: Sequence[int | None]) -> list[float]:
         """Returns how likely each draft of the exit was to be accepted, as far as all before it were."""
         if drafted.is_copied:
             return []
         left_out = [] if drafted.left_out is None else [drafted.left_out]
-        tokens = [*drafted.tokens, *left_out][: len(scores)]
+        tokens = [*drafted.tokens, *left_out][: len(settled)]
         if not tokens:
             return []
-        return self._head.choice.foreseen(tokens, drafted.sources[: len(tokens)], scores[: len(tokens)])
+        known = len(tokens)
+        return self._head.choice.foreseen(tokens, drafted.sources[:known], scores[:known], settled[:known])
 
     def _book(self, plan: Round, draft: Draft, tokens: float, head_rows: float) -> None:
         """Books a round by the cost table: what it emitted, and ran of the head beside, in the mean of its rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
@@ -150,7 +151,7 @@ def make_plan(
     engine: Wishes,
     metadata: Metadata,
     limits: Limits,
-    costs: CostTable | None = None,
+    costs: Callable[[], CostTable | None] = lambda: None,
 ) -> Plan:
     """Returns the plan of a call; its own arguments override the engine's, those the checkpoint's.
 
@@ -160,7 +161,7 @@ def make_plan(
         engine: what the engine asks for.
         metadata: the checkpoint's.
         limits: what all of them have to fit.
-        costs: what rounds cost, where it is known.
+        costs: returns what rounds cost, where that is known; asked only where the plan depends on it.
 
     Raises:
         TypeError: a number that is no integer, or a switch that is neither true nor false.
@@ -204,46 +205,53 @@ def make_plan(
             raise ValueError(f"exit_layer={AUTO!r} has no meaning with strategy='early_exit'; pass a number.")
         return Plan(strategy, exit_layer, compile=bool(asked.compile))
     _check_together(replace(asked, exit_layer=exit_layer))
-    by_cost = exit_layer == AUTO or asked.draft_stop == ADAPTIVE
-    if by_cost:
-        _check_costs(exit_layer, asked.num_draft_tokens, costs)
+    known = None
+    if exit_layer == AUTO or asked.draft_stop == ADAPTIVE:
+        known = costs()
+        _check_costs(exit_layer, asked.num_draft_tokens, known, num_layers)
     return Plan(
         strategy,
         exit_layer,
-        _num_draft_tokens(asked, metadata, costs if by_cost else None),
+        _num_draft_tokens(asked, metadata, known),
         _draft_vocab_size(asked, metadata, limits),
         asked.draft_stop or STATIC,
         asked.copy_ngrams or OFF,
         asked.tree_nodes,
         bool(asked.compile),
-        costs if by_cost else None,
+        known,
     )
 
 
 def _check_together(asked: Wishes) -> None:
     """Raises where two options exclude each other."""
-    switches = {
-        f"exit_layer={AUTO!r}": asked.exit_layer == AUTO,
-        f"draft_stop={ADAPTIVE!r}": asked.draft_stop == ADAPTIVE,
-        f"copy_ngrams={asked.copy_ngrams!r}": asked.copy_ngrams in (CHECKED, TRUSTED),
+    # A tree has a shape of its own, and compiled rounds have one that is fixed: neither goes with another option.
+    fixed = {
         f"tree_nodes={asked.tree_nodes}": asked.tree_nodes is not None,
         "compile=True": bool(asked.compile),
     }
-    on = [name for name, is_on in switches.items() if is_on]
-    # A tree has a shape of its own, and compiled rounds have one that is fixed: neither goes with another option.
-    alone = [name for name in on if name.startswith(("tree_nodes", "compile"))]
-    if alone and len(on) > 1:
-        others = " and ".join(name for name in on if name != alone[0])
-        raise ValueError(f"{alone[0]} does not go with {others}; leave one of them out.")
+    free = {
+        f"exit_layer={AUTO!r}": asked.exit_layer == AUTO,
+        f"draft_stop={ADAPTIVE!r}": asked.draft_stop == ADAPTIVE,
+        f"copy_ngrams={asked.copy_ngrams!r}": asked.copy_ngrams in (CHECKED, TRUSTED),
+    }
+    alone, *others = [name for name, is_on in fixed.items() if is_on] or [""]
+    others += [name for name, is_on in free.items() if is_on]
+    if alone and others:
+        raise ValueError(f"{alone} does not go with {' and '.join(others)}; leave one of them out.")
 
 
-def _check_costs(exit_layer: int | str, num_draft_tokens: int | None, costs: CostTable | None) -> None:
-    """Raises where rounds are to be decided by costs that are not known."""
+def _check_costs(exit_layer: int | str, num_draft_tokens: int | None, costs: CostTable | None, num_layers: int) -> None:
+    """Raises where rounds are to be decided by costs that are not known, or not this model's."""
     option = f"exit_layer={AUTO!r}" if exit_layer == AUTO else f"draft_stop={ADAPTIVE!r}"
     if costs is None:
         raise ValueError(
             f"{option} needs to know what rounds cost, and the checkpoint does not say; run inference/compare_exits.py "
             "with --save, or pass a cost_table."
+        )
+    if costs.exit_layers[-1] >= num_layers:
+        raise ValueError(
+            f"{option}, but the cost table has exits {list(costs.exit_layers)}, and the model has {num_layers} layers: it "
+            "was measured on another one; measure anew."
         )
     if exit_layer != AUTO and exit_layer not in costs.exit_layers:
         raise ValueError(

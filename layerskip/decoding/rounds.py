@@ -52,14 +52,14 @@ class Outcome:
         steps: how often the early layers ran, beside the once that verification needs.
         verdicts: of each active row.
         scored: the full model's output; `None` where it stays on the device.
-        drafted: when drafting ended, by `time.perf_counter`.
+        drafted_at: when drafting ended, by `time.perf_counter`.
     """
 
     exit_layer: int
     steps: int
     verdicts: list[Verdict]
     scored: Scored | None
-    drafted: float
+    drafted_at: float
 
 
 class Rounds(Protocol):

@@ -63,9 +63,9 @@ class DecodeSettings:
     tree_nodes: int | None = None
     costs: CostTable | None = None
 
-    def most_drafts(self, row: Row) -> int:
+    def room(self, row: Row) -> int:
         """Returns how many drafts a row's budget leaves room for, beside the target that follows them."""
-        return min(self.num_draft_tokens, self.stops.max_new_tokens - len(row.tokens) - 1)
+        return self.stops.max_new_tokens - len(row.tokens) - 1
 
 
 @dataclass

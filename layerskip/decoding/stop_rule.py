@@ -65,8 +65,8 @@ class StopRule:
         if drafts >= self._table.max_num_draft_tokens:
             return False
         # What copies cost beyond verification hardly depends on the exit.
-        place, step = (self._table.exit_layers[0], 0) if exit_layer == COPIED else (exit_layer, 1)
-        seconds = self._table.seconds(place, step, drafts + 1) - self._table.seconds(place, 0, drafts)
+        place, steps = (self._table.exit_layers[0], 0) if exit_layer == COPIED else (exit_layer, 1)
+        seconds = self._table.seconds(place, steps, drafts + 1) - self._table.seconds(place, 0, drafts)
         return pays(chance, seconds, self.rate)
 
     def observe(self, exit_layer: int, confidence: float, accepted: float) -> None:

@@ -135,8 +135,8 @@ def _offer(
         return
     index, column = ([entry[part] for entry in growing] for part in (0, 1))
     tokens, probabilities = head(states[index, column])
-    # One read from the device: token ids are far below 2^53, so that float64 holds them.
-    ids, chances = torch.stack([tokens.double(), probabilities.double()]).tolist()
+    # One read from the device: token ids are below 2^24, so that float32 holds them.
+    ids, chances = torch.stack([tokens.float(), probabilities]).tolist()
     for (row, _, node), choices, likely in zip(growing, ids, chances, strict=True):
         trees[row].offer(node, [int(token) for token in choices], likely)
 

@@ -32,7 +32,7 @@ class TreeRounds:
 
     def run(self, rows: Sequence[Row]) -> Outcome:
         """Drafts and verifies; see `Rounds`."""
-        depths = [self.settings.most_drafts(row) for row in rows]
+        depths = [self.settings.room(row) for row in rows]
         drafts = draft_trees(self.passes, rows, self.settings, self.tree_nodes, depths, self._likeliest)
         drafted = time.perf_counter()
         exit_layer = self.settings.exit_layer

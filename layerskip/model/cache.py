@@ -103,9 +103,10 @@ class SharedCacheLayer(CacheLayerMixin):
 
     def move(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies slot `sources[i]` of row `rows[i]` to slot `targets[i]`, all of them read before any is written."""
+        device = self.keys.device
+        rows, sources, targets = rows.to(device), sources.to(device), targets.to(device)
         for buffer in (self.keys, self.values):
-            place = rows.to(buffer.device)
-            buffer[place, :, targets.to(buffer.device)] = buffer[place, :, sources.to(buffer.device)]
+            buffer[rows, :, targets] = buffer[rows, :, sources]
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
@@ -227,7 +228,8 @@ class SharedCache(Cache):
                 )
             moves += [(row, source, start + step) for step, source in enumerate(sources) if source != start + step]
         if moves:
-            rows, origins, targets = torch.tensor(moves).unbind(1)
+            # One copy to the device, where all layers are on one.
+            rows, origins, targets = torch.tensor(moves, device=self.shared_layers[0].keys.device).unbind(1)
             for layer in self.shared_layers:
                 layer.move(rows, origins, targets)
 

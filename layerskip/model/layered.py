@@ -113,6 +113,15 @@ class LayeredModel:
             return {layer_type: parameters[layer_type] for layer_type in set(self.layer_types)}
         return dict.fromkeys(self.layer_types, parameters)
 
+    def masks(self, start: int, width: int) -> bool:
+        """Whether a pass of one row, `width` tokens from position `start` on, needs a mask in any layer.
+
+        It does not where a token sees all before it, and attention masks a whole prompt by itself.
+        """
+        is_sliding = SLIDING_ATTENTION in self.layer_types
+        within_window = not is_sliding or start + width <= self.config.sliding_window
+        return not (within_window and (width == 1 or (start == 0 and self.causal_by_flag)))
+
     def rotary_tables(self, tokens: int) -> RotaryTables:
         """Returns the model's own rotary tables for positions `0 .. tokens − 1`; empty where positions are learned."""
         if self.position_embedding is not None:

@@ -166,12 +166,12 @@ class Placement:
     @cached_property
     def held(self) -> torch.Tensor:
         """The position that every slot in view holds: `(rows, view)`, or `(1, view)` without trees."""
-        held = torch.arange(self.view).unsqueeze(0)
-        if self.trees is not None:
-            held = held.repeat(len(self.starts), 1)
-            for row, root in enumerate(self.trees.roots):
-                positions = torch.tensor(self.trees.positions(row))
-                held[row, root : root + len(positions)] = positions
+        if self.trees is None:
+            return torch.arange(self.view, device=self.device).unsqueeze(0)
+        held = torch.arange(self.view).repeat(len(self.starts), 1)
+        for row, root in enumerate(self.trees.roots):
+            positions = torch.tensor(self.trees.positions(row))
+            held[row, root : root + len(positions)] = positions
         return held.to(self.device)
 
     @cached_property

@@ -60,4 +60,4 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*arguments: Any, **options: Any) -> None:
         raise AssertionError("no model may be loaded")
 
-    monkeypatch.setattr("layerskip.decoding.engine.load", unexpected)
+    monkeypatch.setattr("layerskip.decoding.load.load", unexpected)

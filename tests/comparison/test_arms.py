@@ -15,7 +15,7 @@ from transformers.generation import candidate_generator
 from layerskip import Engine
 from layerskip.comparison.arms import (
     Arm,
-    Rounds,
+    RoundCounts,
     assistant_arm,
     compiled_arm,
     early_exit_arm,
@@ -115,7 +115,7 @@ def test_the_engine_counts_its_rounds() -> None:
     assert run.rounds is not None
     counted = (run.rounds.rounds, run.rounds.drafted, run.rounds.accepted, run.rounds.draft_tokens_processed)
     assert counted == (2, 6, 6, 6)
-    of_statistics = Rounds.of(result.statistics)
+    of_statistics = RoundCounts.of(result.statistics)
     assert of_statistics.verify_seconds == result.statistics.seconds["verify"] + result.statistics.seconds["other"]
     assert of_statistics.draft_seconds == result.statistics.seconds["draft"]
     assert run.rounds.work == of_statistics.work == ((2, 3, 3, 2),)
@@ -129,7 +129,7 @@ def test_rounds_go_through_json() -> None:
     run = engine_arm("ours", Engine(model), exit_layer=2, num_draft_tokens=3).generate(batch, 8)
     assert run.rounds is not None
     assert run.rounds.work == ((2, 2, 2, 2), (2, 3, 3, 2))
-    assert Rounds(**json.loads(json.dumps(asdict(run.rounds)))) == run.rounds
+    assert RoundCounts(**json.loads(json.dumps(asdict(run.rounds)))) == run.rounds
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_every_option_of_the_engine_is_an_arm(options: dict[str, Any], label: st
     assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 12)]
     assert run.rounds is not None
     expected = Engine(model, cost_table=costs).generate(kit.prompt_tensor(), max_new_tokens=12, **options).statistics
-    assert run.rounds == replace(Rounds.of(expected), **seconds_of(run.rounds))
+    assert run.rounds == replace(RoundCounts.of(expected), **seconds_of(run.rounds))
 
 
-def seconds_of(rounds: Rounds) -> dict[str, float]:
+def seconds_of(rounds: RoundCounts) -> dict[str, float]:
     return {name: value for name, value in asdict(rounds).items() if name.endswith("seconds")}
 
 

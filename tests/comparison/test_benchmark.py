@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerskip import Engine
-from layerskip.comparison.arms import Arm, Rounds, Run, engine_arm, transformers_arm
+from layerskip.comparison.arms import Arm, RoundCounts, Run, engine_arm, transformers_arm
 from layerskip.comparison.batches import Batch
 from layerskip.comparison.benchmark import Sample, category_ratios, round_costs, summarise, timed, tune, warm_up
 from layerskip.comparison.hooks import Counts
@@ -110,7 +110,7 @@ def test_what_was_counted_stands_beside_what_was_timed() -> None:
     assert (slow.layer_tokens, slow.weight_bytes) == (None, None)
 
 
-ROUNDS = Rounds(rounds=3, drafted=8, accepted=5, draft_tokens_processed=9, draft_seconds=4.5, verify_seconds=6.0)
+ROUNDS = RoundCounts(rounds=3, drafted=8, accepted=5, draft_tokens_processed=9, draft_seconds=4.5, verify_seconds=6.0)
 
 
 def test_costs_of_rounds_are_counted_in_steps_of_plain_decoding() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerskip.comparison.arms import Rounds, Run
+from layerskip.comparison.arms import RoundCounts, Run
 from layerskip.comparison.benchmark import Sample
 from layerskip.comparison.comparison_folder import ComparisonFolder, ReadAnswer
 from layerskip.comparison.quality import Reading
@@ -27,7 +27,7 @@ ANSWERS = [
     )
     for index in (2, 0)
 ]
-ROUNDS = Rounds(rounds=2, drafted=3, accepted=1, draft_tokens_processed=3, draft_seconds=0.1, verify_seconds=1 / 3)
+ROUNDS = RoundCounts(rounds=2, drafted=3, accepted=1, draft_tokens_processed=3, draft_seconds=0.1, verify_seconds=1 / 3)
 SAMPLES = [
     Sample("autoregressive", 0, 0, Run([[5, 6]], 1, 0.5, 1 / 7)),
     Sample("self_speculative E=1 γ=2", 0, 0, Run([[5, 6]], 1, 0.5, 0.25, ROUNDS)),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.comparison.arms import Arm, Rounds, Run
+from layerskip.comparison.arms import Arm, RoundCounts, Run
 from layerskip.comparison.batches import Batch, spread
 from layerskip.comparison.benchmark import Sample, summarise
 from layerskip.comparison.comparison_folder import ReadAnswer
@@ -47,7 +47,9 @@ def real(speeds: dict[tuple[int, int], list[float]], predicted: float | None = N
     cells = [cell for cell in FOUND.cells() if cell.place in speeds]
     cells = [cell if predicted is None else replace(cell, predicted=predicted) for cell in cells]
     arms = [Arm("plain", unused), *(Arm("drafting", unused, *cell.place) for cell in cells)]
-    rounds = Rounds(rounds=2, drafted=3, accepted=1, draft_tokens_processed=3, draft_seconds=0.1, verify_seconds=0.2)
+    rounds = RoundCounts(
+        rounds=2, drafted=3, accepted=1, draft_tokens_processed=3, draft_seconds=0.1, verify_seconds=0.2
+    )
     samples = [
         Sample(each.label, 0, repeat, Run([[9, 4, 5, 6]], 3, 0.5, 3 / speed, rounds))
         for each, row in zip(arms, [[1.0] * 3, *(speeds[cell.place] for cell in cells)], strict=True)

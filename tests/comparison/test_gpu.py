@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip.comparison.arms import Arm, Rounds, Run
+from layerskip.comparison.arms import Arm, RoundCounts, Run
 from layerskip.comparison.batches import Batch
 from layerskip.comparison.gpu import SHAPES, Exactness, ShapeRun, measure_speed, random_llama
 from layerskip.comparison.levers import BASELINE
@@ -84,7 +84,7 @@ def test_a_speed_is_the_median_of_the_runs_behind_the_first() -> None:
     seconds = iter([30.0, 1.0, 5.0, 2.0])
 
     def generate(batch: Batch, max_new_tokens: int) -> Run:
-        return Run([list(range(11))], 10, 0.5, next(seconds), Rounds(4, 12, 6, 12, 0.1, 0.1))
+        return Run([list(range(11))], 10, 0.5, next(seconds), RoundCounts(4, 12, 6, 12, 0.1, 0.1))
 
     found = measure_speed(Arm("known", generate), Batch.of([kit.PROMPT]), 11, 3)
     assert (found.tokens_per_second, found.lowest, found.highest) == (5.0, 2.0, 10.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerskip import Engine
-from layerskip.comparison.arms import Arm, Rounds, Run, engine_arm
+from layerskip.comparison.arms import Arm, RoundCounts, Run, engine_arm
 from layerskip.comparison.batches import Batch
 from layerskip.comparison.benchmark import Sample, summarise, timed
 from layerskip.comparison.latency import measure_costs
@@ -57,7 +57,7 @@ def played(name: str, seconds: float, work: tuple[tuple[int, int, int, int], ...
     def unused(batch: Batch, max_new_tokens: int) -> Run:
         raise AssertionError("a summary runs nothing")
 
-    rounds = Rounds(sum(entry[-1] for entry in work), drafted, 3, drafted, 0.1, 0.1, work)
+    rounds = RoundCounts(sum(entry[-1] for entry in work), drafted, 3, drafted, 0.1, 0.1, work)
     arm = Arm(name, unused, exit_layer="auto" if drafted else None)
     return arm, Sample(arm.label, 0, 0, Run([list(range(11))], 10, 0.1, seconds, rounds))
 

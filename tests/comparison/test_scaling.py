@@ -11,7 +11,6 @@ from layerskip.comparison import scaling
 from layerskip.comparison.scaling import (
     ScalingPoint,
     check_scaling,
-    expected_tokens,
     measure_scaling,
     pays_up_to,
     repeated,
@@ -19,7 +18,7 @@ from layerskip.comparison.scaling import (
     scaling_points,
     some_tokens,
 )
-from layerskip.decoding.cost import CostTable
+from layerskip.decoding.cost import CostTable, expected_tokens
 from tests import kit
 
 # Of four rows: a draft step of a quarter of a plain one at exit 1, of half a one at exit 3.

@@ -217,5 +217,5 @@ def test_a_table_takes_over_what_another_one_expects_of_all_its_exits() -> None:
 
 @pytest.mark.parametrize("acceptance", [(0.5,), (0.5, 1.5), (0.5, -0.1), (0.5, float("nan"))])
 def test_what_is_expected_must_be_a_rate_for_each_exit(acceptance: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="acceptance=.*must be one rate of 0 to 1 for each"):
+    with pytest.raises(ValueError, match=r"acceptance=.*must be one rate of 0 to 1 for each"):
         dataclasses.replace(TABLE, acceptance=acceptance)

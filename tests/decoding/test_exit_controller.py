@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from layerskip.decoding.cost import CostTable
-from layerskip.decoding.exit_controller import Agreement, ExitController, RoundPlan, best_round, expected_tokens
+from layerskip.decoding.cost import CostTable, expected_tokens
+from layerskip.decoding.exit_controller import Agreement, ExitController, RoundPlan, best_round
 
 LONGEST = 12
 ALLOWED_SHARE = 0.03
