@@ -92,7 +92,7 @@ class Engine:
             )
         if not isinstance(cost_table, CostTable | None):
             raise TypeError(
-                f"cost_table is a {type(cost_table).__name__}; pass a CostTable, of JSON what CostTable.read makes of it."
+                f"cost_table is a {type(cost_table).__name__}; pass a CostTable, such as CostTable.read makes of JSON."
             )
         self.model = model
         self.tokenizer = tokenizer

@@ -250,8 +250,8 @@ def _check_costs(exit_layer: int | str, num_draft_tokens: int | None, costs: Cos
         )
     if costs.exit_layers[-1] >= num_layers:
         raise ValueError(
-            f"{option}, but the cost table has exits {list(costs.exit_layers)}, and the model has {num_layers} layers: it "
-            "was measured on another one; measure anew."
+            f"{option}, but the cost table has exits {list(costs.exit_layers)}, and the model has {num_layers} layers: "
+            "it was measured on another one; measure anew."
         )
     if exit_layer != AUTO and exit_layer not in costs.exit_layers:
         raise ValueError(

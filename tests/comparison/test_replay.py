@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import Engine
 from layerskip.comparison.own_answers import own_answers
 from layerskip.comparison.replay import replay, replay_row
-from layerskip.decoding.acceptance import accept_greedy
-from layerskip.decoding.loop import DecodeLoop, Scored
+from layerskip.decoding.drafting import Draft
+from layerskip.decoding.pace import Pace, Round
+from layerskip.decoding.rows import Row
 from tests import kit
 
 EXITS = range(1, kit.NUM_LAYERS)
@@ -24,18 +26,20 @@ def texts(prompts: list[list[int]]) -> list[str]:
 
 def run_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, set[int]]:
     """Returns the engine's statistics of each row, and which rows drafted an EOS token after a wrong draft."""
-    accepting = DecodeLoop._accept
+    learning = Pace.learn
+    eos_token_ids = {engine.model.config.eos_token_id}
     hits: set[int] = set()
 
-    def recording(run: DecodeLoop, drafts: list[list[int]], scored: Scored) -> Any:
-        for row, draft, target in zip(run.active, drafts, scored.scores.argmax(-1).tolist(), strict=True):
-            accepted = accept_greedy(draft, target)
-            if run.settings.stops.eos_token_ids & set(draft[accepted:]):
+    def recording(
+        pace: Pace, plan: Round, rows: list[Row], draft: Draft, settled: list[list[int]], scores: torch.Tensor
+    ) -> None:
+        for row, tokens, held in zip(rows, draft.tokens, settled, strict=True):
+            if eos_token_ids & set(tokens[len(held) - 1 :]):
                 hits.add(row.index)
-        return accepting(run, drafts, scored)
+        learning(pace, plan, rows, draft, settled, scores)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeLoop, "_accept", recording)
+        patch.setattr(Pace, "learn", recording)
         result = engine.generate(texts(PROMPTS), max_new_tokens=BUDGET, **options)
     return result.statistics.per_row, hits
 
