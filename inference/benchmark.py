@@ -1,4 +1,4 @@
-"""Measures ways to generate with one model against each other: the engine's own, and those of transformers.
+r"""Measures ways to generate with one model against each other: the engine's own, and those of transformers.
 
     python inference/benchmark.py --model PATH_OR_ID --prompts rows.jsonl
     python inference/benchmark.py --model PATH_OR_ID --exit-layers 4,8 --num-draft-tokens 2,4,8 --tune 8 \

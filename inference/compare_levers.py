@@ -1,4 +1,4 @@
-"""Measures every lever of self-speculative decoding, alone and together, against what its costs predict.
+r"""Measures every lever of self-speculative decoding, alone and together, against what its costs predict.
 
     python inference/compare_levers.py --model PATH_OR_ID --prompts rows.jsonl
     python inference/compare_levers.py --model PATH_OR_ID --prompts rows.jsonl --exit-layers 2,3,4 \
@@ -7,8 +7,9 @@
 Levers: `autoregressive` (always first: what the others are compared with) is plain decoding. `static` drafts γ tokens
 from one exit; `adaptive` ends a draft where one more no longer pays; `ngrams` drafts behind copied spans, which the
 exit checks, and `trusted` takes them as they stand; `auto` chooses exit and length before every round; `all` is auto,
-adaptive and ngrams, `all-trusted` auto, adaptive and trusted; `tree-8` drafts trees of 8 nodes. With --compile there
-are `compiled-autoregressive` and `compiled-static`. All decode greedily, and emit plain decoding's tokens.
+adaptive and ngrams, `all-trusted` auto, adaptive and trusted, `adaptive+ngrams` these two; `tree-8` drafts trees of 8
+nodes, for each size of --tree-nodes. With --compile there are `compiled-autoregressive` and `compiled-static`. All
+decode greedily, and emit plain decoding's tokens.
 
 1. The cost of a draft and of a verification of every width is measured on this machine, behind the prompt of median
    length; adaptive and auto decide by these costs, and by what the checkpoint's own table expects of its exits.

@@ -1,4 +1,4 @@
-"""Measures a checkpoint: what its exits draft on its own answers, perplexity on a text, and answers to questions.
+r"""Measures a checkpoint: what its exits draft on its own answers, perplexity on a text, and answers to questions.
 
     python inference/evaluate.py --model PATH_OR_ID --data rows.jsonl
     python inference/evaluate.py --model demo --data rows.jsonl --rows 100 --exit-layers 2,4 --num-draft-tokens 4,8

@@ -1,4 +1,4 @@
-"""Measures what a token costs by context and batch size, and finds out where drafting stops paying.
+r"""Measures what a token costs by context and batch size, and finds out where drafting stops paying.
 
     python inference/measure_scaling.py --model PATH_OR_ID --output-dir runs/scaling --acceptance 0.85
     python inference/measure_scaling.py --model demo --exit-layers 2,4 --contexts 128,1024 --batch-sizes 1,8 \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from layerskip.decoding.choice import GreedyChoice, SampledChoice
 from layerskip.decoding.compiled import CompiledSettings, rounded_capacity
-from layerskip.decoding.graph_rounds import GraphPool
+from layerskip.decoding.graph_rounds import GraphPool, Loan
 from layerskip.decoding.handover import Handover, PromptColumns
 from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A prepared call; nothing has run yet. Whoever runs it releases it once nothing more is read from it.
+    """A prepared call; nothing has run yet.
 
     Attributes:
         loop: what runs.
@@ -44,7 +44,7 @@ class Call:
         tokenizer: for the result as text.
         cached_prompts: the token ids of each row's prompt, where the result is to carry what the call has cached.
         watches: stopping criteria that must not have changed at the end.
-        graphs: where compiled rounds go when the call has ended.
+        loan: the graphs that run its rounds; free for others once the call is dropped.
     """
 
     loop: DecodeLoop
@@ -54,7 +54,7 @@ class Call:
     tokenizer: PreTrainedTokenizerBase | None = None
     cached_prompts: Sequence[Sequence[int]] | None = None
     watches: tuple[Watch, ...] = ()
-    graphs: GraphPool = field(default_factory=GraphPool)
+    loan: Loan | None = None
 
     @classmethod
     def prepare(
@@ -80,7 +80,7 @@ class Call:
             shown: the prompts as they come back in `sequences`, where not as `generate` shows them.
             generator: for sampling; torch's global one by default.
             stop_strings: further stop strings, which need the tokenizer.
-            graphs: where compiled rounds come from, and go to when the call has ended.
+            graphs: where compiled rounds come from.
 
         Raises:
             TypeError, ValueError: anything that cannot be done as asked.
@@ -128,10 +128,10 @@ class Call:
             tree_nodes=plan.tree_nodes,
             costs=plan.costs,
         )
-        compiled = None
+        loan = None
         if plan.compile:
             ids = None if draft_token_ids is None else tuple(draft_token_ids.tolist())
-            compiled = graphs.take(
+            loan = graphs.take(
                 layered,
                 CompiledSettings(
                     settings.exit_layer,
@@ -151,7 +151,7 @@ class Call:
             processors=processors,
             draft_token_ids=draft_token_ids,
             past=columns.past,
-            compiled=compiled,
+            compiled=None if loan is None else loan.graphs,
         )
         return cls(
             loop,
@@ -161,7 +161,7 @@ class Call:
             tokenizer,
             cached_prompts,
             stops.watches() if rows > 1 else (),
-            graphs,
+            loan,
         )
 
     def run(self, streamer: BaseStreamer | None = None) -> GenerationResult:
@@ -176,17 +176,21 @@ class Call:
         rows = len(self.loop.rows)
         if streamer is not None and rows > 1:
             raise ValueError(f"streamer takes the tokens of one row, and there are {rows}; stream one at a time.")
-        if streamer is not None:
-            streamer.put(self.shown.cpu())
-        for blocks in self.loop.blocks():
+        try:
             if streamer is not None:
-                streamer.put(torch.tensor(blocks[0].token_ids))
-        if streamer is not None:
-            streamer.end()
-        return self.result()
+                streamer.put(self.shown.cpu())
+            for blocks in self.loop.blocks():
+                if streamer is not None:
+                    streamer.put(torch.tensor(blocks[0].token_ids))
+            if streamer is not None:
+                streamer.end()
+            return self.result()
+        except BaseException:
+            self._end_loan()
+            raise
 
     def events(self) -> Iterator[StreamEvent]:
-        """Runs a call of one row and yields an event a round; the last one carries the result. It releases the call."""
+        """Runs a call of one row and yields an event a round; the last one carries the result."""
         text = None if self.tokenizer is None else GrowingText(self.tokenizer)
         try:
             for [block] in self.loop.blocks():
@@ -195,14 +199,16 @@ class Call:
                     yield StreamEvent(piece, block.token_ids, block.accepted)
                 else:
                     piece += "" if text is None else text.finish()
-                    yield StreamEvent(piece, block.token_ids, block.accepted, self.result())
+                    result = self.result()
+                    self._end_loan()
+                    yield StreamEvent(piece, block.token_ids, block.accepted, result)
         finally:
-            self.release()
+            self._end_loan()
 
-    def release(self) -> None:
-        """Gives back the graphs that the call had on loan; their cache holds its states no longer then."""
-        if self.loop.compiled is not None:
-            self.graphs.give(self.loop.compiled)
+    def _end_loan(self) -> None:
+        """Gives back the graphs; a traceback, or an iterator, may keep the call for as long as somebody holds it."""
+        if self.loan is not None:
+            self.loan.is_over = True
 
     def result(self) -> GenerationResult:
         """Returns the result of a call that has run to its end.

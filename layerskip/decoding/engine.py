@@ -188,10 +188,7 @@ class Engine:
             generation_config=generation_config,
             **arguments,
         )
-        try:
-            return call.run(streamer)
-        finally:
-            call.release()
+        return call.run(streamer)
 
     def stream(self, prompt: Any, **arguments: Any) -> Iterator[StreamEvent]:
         """Generates one row and yields what prefill and then every round emits, as soon as it is settled.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 from layerskip.decoding.compiled import CompiledRounds, CompiledSettings
@@ -48,28 +49,51 @@ class GraphRounds:
         return Outcome(graph.exit_layer, processed, [verdict], None, begin)
 
 
+class Loan:
+    """Graphs that one call has for itself, until it is dropped or ends the loan.
+
+    Attributes:
+        graphs: they.
+        is_over: whether others may have them.
+    """
+
+    def __init__(self, graphs: CompiledRounds) -> None:
+        """Lends `graphs`."""
+        self.graphs = graphs
+        self.is_over = False
+
+
 class GraphPool:
-    """Graphs that no call uses at the moment, the latest first."""
+    """The graphs that were made so far, the latest used first, and who has them."""
 
     def __init__(self) -> None:
         """Starts without any."""
-        self._free: list[CompiledRounds] = []
+        self._graphs: list[tuple[CompiledRounds, weakref.ref[Loan]]] = []
         # Several threads may decode with one engine.
         self._lock = threading.Lock()
 
-    def take(self, model: LayeredModel, settings: CompiledSettings) -> CompiledRounds:
-        """Returns graphs for a call, which are its own until `give`; new ones where none fit.
+    def take(self, model: LayeredModel, settings: CompiledSettings) -> Loan:
+        """Lends graphs for a call; new ones where none are free that fit.
 
         Raises:
             ValueError: a head of which no rows can be taken for drafts.
         """
         with self._lock:
-            for place, graphs in enumerate(self._free):
-                if graphs.fits(model, settings):
-                    return self._free.pop(place)
-        return CompiledRounds(model, settings)
-
-    def give(self, graphs: CompiledRounds) -> None:
-        """Takes back the graphs of a call that has ended."""
+            free = (graphs for graphs, loan in self._graphs if _is_over(loan()) and graphs.fits(model, settings))
+            graphs = next(free, None)
+            if graphs is not None:
+                return self._lend(graphs)
+        graphs = CompiledRounds(model, settings)
         with self._lock:
-            self._free = [graphs, *self._free][:MOST_GRAPHS]
+            return self._lend(graphs)
+
+    def _lend(self, graphs: CompiledRounds) -> Loan:
+        """Puts `graphs` first and notes who has them."""
+        loan = Loan(graphs)
+        others = [entry for entry in self._graphs if entry[0] is not graphs]
+        self._graphs = [(graphs, weakref.ref(loan)), *others][:MOST_GRAPHS]
+        return loan
+
+
+def _is_over(loan: Loan | None) -> bool:
+    return loan is None or loan.is_over

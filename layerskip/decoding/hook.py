@@ -140,20 +140,17 @@ def self_speculative(
             stop_strings=stop_strings,
             graphs=graphs,
         )
-        try:
-            result = call.run(streamer)
-            if not handover.config.return_dict_in_generate:
-                return result.sequences
-            return SelfSpeculativeOutput(
-                sequences=result.sequences,
-                scores=result.scores,
-                logits=result.logits,
-                cache=_dynamic_cache(call, columns, model) if columns.are_left_padded else None,
-                finish_reasons=result.finish_reasons,
-                statistics=result.statistics,
-            )
-        finally:
-            call.release()
+        result = call.run(streamer)
+        if not handover.config.return_dict_in_generate:
+            return result.sequences
+        return SelfSpeculativeOutput(
+            sequences=result.sequences,
+            scores=result.scores,
+            logits=result.logits,
+            cache=_dynamic_cache(call, columns, model) if columns.are_left_padded else None,
+            finish_reasons=result.finish_reasons,
+            statistics=result.statistics,
+        )
 
     return decode
 

@@ -18,7 +18,7 @@ OFF, CHECKED, TRUSTED = COPY_NGRAMS = ("off", "checked", "trusted")
 # Beyond that a pass costs more than the few likely tokens in it can bring.
 MAX_TREE_NODES = 64
 STORED = "the checkpoint's "
-NO_EXIT = "the model has a single layer, which cannot draft for itself; use strategy='autoregressive'."
+NO_EXIT = "the model has a single layer, which cannot draft for itself; use strategy='autoregressive'"
 
 
 @dataclass(frozen=True)
@@ -114,20 +114,21 @@ class Wishes:
 
         Raises:
             TypeError: a number that is none, or a switch that is neither true nor false.
-            ValueError: a number out of range, or an unknown word.
+            ValueError: a number out of range, an unknown word, or options that do not go together.
         """
         for name, value, words in (
             ("draft_stop", self.draft_stop, DRAFT_STOPS),
             ("copy_ngrams", self.copy_ngrams, COPY_NGRAMS),
         ):
-            if value is not None and value not in words:
+            if value is not None and (not isinstance(value, str) or value not in words):
                 raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(words)}.")
         if not isinstance(self.compile, bool | None):
             raise TypeError(f"compile={self.compile!r} is a {type(self.compile).__name__}; pass True or False.")
-        exit_layer = self.exit_layer
+        _check_together(self)
+        is_auto = isinstance(self.exit_layer, str) and self.exit_layer == AUTO
         return replace(
             self,
-            exit_layer=AUTO if exit_layer == AUTO else check_exit_layer(exit_layer, limits.num_layers),
+            exit_layer=AUTO if is_auto else check_exit_layer(self.exit_layer, limits.num_layers),
             num_draft_tokens=check_num_draft_tokens(self.num_draft_tokens),
             draft_vocab_size=check_draft_vocab_size(self.draft_vocab_size, limits),
             tree_nodes=_checked_count(
@@ -184,14 +185,15 @@ def make_plan(
     if exit_layer is None:
         exit_layer = check_exit_layer(metadata.exit_layer, num_layers, f"{STORED}exit_layer")
     if exit_layer is None and metadata.compared:
-        if strategy == "self_speculative" and replace(call, compile=None) == Wishes():
+        levers = (engine.draft_stop, engine.copy_ngrams, engine.tree_nodes)
+        if strategy == "self_speculative" and replace(call, compile=None) == Wishes() and levers == (None,) * 3:
             return Plan("autoregressive", compile=bool(asked.compile))
         raise ValueError(
             f"strategy={strategy!r} without exit_layer: the checkpoint says that no exit pays; pass an exit_layer of "
             f"1..{num_layers - 1} to use one all the same."
         )
     if num_layers < 2:
-        raise ValueError(f"strategy={strategy!r} needs an exit, and {NO_EXIT}")
+        raise ValueError(f"strategy={strategy!r} needs an exit, and {NO_EXIT}.")
     if exit_layer is None:
         trained = ""
         if metadata.exit_layers:
@@ -248,6 +250,8 @@ def _check_costs(exit_layer: int | str, num_draft_tokens: int | None, costs: Cos
             f"{option} needs to know what rounds cost, and the checkpoint does not say; run inference/compare_exits.py "
             "with --save, or pass a cost_table."
         )
+    if costs.max_num_draft_tokens < 1:
+        raise ValueError(f"{option}, but the cost table knows no round with drafts; measure anew.")
     if costs.exit_layers[-1] >= num_layers:
         raise ValueError(
             f"{option}, but the cost table has exits {list(costs.exit_layers)}, and the model has {num_layers} layers: "

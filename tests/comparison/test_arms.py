@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from layerskip.comparison.arms import (
     transformers_arm,
 )
 from layerskip.comparison.batches import Batch
+from layerskip.decoding import call
+from layerskip.decoding.compiled import CompiledSettings
 from layerskip.decoding.cost import CostTable
 from tests import kit
 
@@ -158,14 +161,22 @@ def seconds_of(rounds: RoundCounts) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("options", [{"strategy": "autoregressive"}, {"exit_layer": 2}])
-def test_a_compiled_engine_is_counted_as_it_is(options: dict[str, Any]) -> None:
+def test_a_compiled_engine_is_counted_as_it_is(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arm itself decodes by what torch traces, here run as it stands; what counts its work traces nothing."""
+    monkeypatch.setattr(call, "CompiledSettings", partial(CompiledSettings, backend="eager"))
     model = kit.mixed()
-    engine = Engine(model)
+    engine = Engine(model, num_draft_tokens=1)
     arm = engine_arm("compiled", engine, compile=True, **options)
     assert arm.counted is not None
+    torch._dynamo.utils.counters.clear()
     with kit.counted_layers(model) as counts:
-        run = arm.counted(BATCH, 8)
-    assert run.token_ids == [kit.without_cache(model, kit.PROMPT, 8)]
+        counted = arm.counted(BATCH, 8)
+    assert not torch._dynamo.utils.counters["stats"]
+    run = arm.generate(BATCH, 8)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert counted.token_ids == run.token_ids == [kit.without_cache(model, kit.PROMPT, 8)]
+    assert counted.rounds is not None and run.rounds is not None
+    assert counted.rounds.rounds == run.rounds.rounds
     assert min(counts) >= len(kit.PROMPT) + 7
     assert engine_arm("eager", engine, **options).counted is None
 

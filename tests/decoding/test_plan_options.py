@@ -34,7 +34,7 @@ def plan(
         engine=Wishes(**({} if engine is None else engine)),
         metadata=Metadata() if metadata is None else metadata,
         limits=LIMITS,
-        costs=costs,
+        costs=lambda: costs,
     )
 
 
@@ -94,6 +94,29 @@ def test_a_checkpoint_of_which_no_exit_pays_decodes_plainly_unless_an_exit_is_as
     assert plan(metadata=stored, compile=True) == Plan("autoregressive", compile=True)
     assert plan(metadata=stored, exit_layer="auto").exit_layer == "auto"
     refused("no exit pays", metadata=stored, copy_ngrams="checked")
+    for engine in ({"copy_ngrams": "trusted"}, {"draft_stop": "adaptive"}, {"tree_nodes": 8}):
+        refused("no exit pays", metadata=stored, engine=engine)
+
+
+def test_costs_are_not_asked_for_where_nothing_depends_on_them() -> None:
+    def unexpected() -> CostTable:
+        raise AssertionError("the table was read")
+
+    limits = Limits(num_layers=4, vocab_size=97)
+    for strategy, wishes in (("self_speculative", Wishes(exit_layer=2)), ("autoregressive", Wishes())):
+        found = make_plan(strategy, wishes, engine=Wishes(), metadata=Metadata(), limits=limits, costs=unexpected)
+        assert found.costs is None
+
+
+@pytest.mark.parametrize("exits", [(1, 4), (1, 2, 9)])
+@pytest.mark.parametrize("options", [{"exit_layer": "auto"}, {"exit_layer": 1, "draft_stop": "adaptive"}], ids=str)
+def test_costs_of_another_model_are_refused(options: dict[str, Any], exits: tuple[int, ...]) -> None:
+    other = CostTable(exits, (0.1,) * len(exits), ((1.0, 1.0),) * len(exits), 1.0, 0.1, 0.1)
+    refused("the cost table has exits .* and the model has 4 layers", costs=other, **options)
+
+
+def test_costs_of_rounds_without_drafts_are_refused() -> None:
+    refused("knows no round with drafts", costs=CostTable((2,), (0.1,), ((1.0,),), 1.0, 0.1, 0.1), exit_layer="auto")
 
 
 @pytest.mark.parametrize("exits_and_stops", [("auto", None), (2, "adaptive"), ("auto", "adaptive"), (2, None)])
