@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -124,3 +125,48 @@ def recorded_drafts() -> Iterator[list[Drafted]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafting, "draft", recording)
         yield seen
+
+
+# What tests with combinations share
+
+NEW = 24
+REPEATS = [5, 9, 33, 7, 52, 18, 5, 9, 33, 7, 52, 44, 3, 5, 9, 33]
+PROMPTS = [REPEATS, kit.PROMPT[:6], [8, 20, 8]]
+BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "l4": kit.l4,
+    "mixed": kit.mixed,
+    "identical": kit.identical,
+    "rejected": lambda: kit.rejected("llama"),
+    "looping": lambda: looping(kit.mixed()),
+    **{f"gemma2 {grade}": lambda grade=grade: kit.graded("gemma2", grade) for grade in ("none", "some", "all")},
+}
+NEW_COMBINATIONS = COMBINATIONS[1:]
+"""All but the one that decodes as it always has."""
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """A model that tests share, so that none may change it."""
+    return BUILDERS[name]()
+
+
+@cache
+def plain(name: str, prompt: tuple[int, ...], max_new_tokens: int = NEW, **arguments: Any) -> list[int]:
+    """The new tokens of greedy `generate`; `arguments` are of things that can be compared."""
+    ids = kit.prompt_tensor(list(prompt))
+    said = kit.reference(model_of(name), ids, max_new_tokens, attention_mask=torch.ones_like(ids), **arguments)
+    return said[0, len(prompt) :].tolist()
+
+
+def combined(all_of_them: bool) -> pytest.MarkDecorator:
+    """Returns what runs a test with combinations and tables; tables are no matter where nothing is decided by cost."""
+    cases = [(options, table) for options in NEW_COMBINATIONS for table in TABLES]
+    cases = [case for case in cases if case[1] == "gpu" or "auto" in case[0].values() or "adaptive" in case[0].values()]
+    named = {f"{name_of(options)}-{table}": (options, table) for options, table in cases}
+    chosen = named if all_of_them else SOME
+    return pytest.mark.parametrize(("options", "table"), [pytest.param(*named[name], id=name) for name in chosen])
+
+
+SOME = ("2-static-checked-gpu", "2-adaptive-trusted-cpu", "auto-static-trusted-gpu", "auto-adaptive-checked-gpu")
+"""Every option is in two of these."""
+combinations, some_combinations = combined(True), combined(False)
