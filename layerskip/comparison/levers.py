@@ -99,7 +99,8 @@ def predicted_speed(
     A pass that drafts counts as one of a single token, however wide it was.
 
     Args:
-        work: {(E, steps, V): rounds}, as in `Tally.work`; rounds of the last layer are steps of plain decoding.
+        work: {(E, steps, V): rounds}, as in `Tally.work`; rounds of the last layer are steps of plain decoding, or
+            drafted copies alone.
         table: what rounds cost.
         tokens: that the rounds emitted.
         num_layers: L.
@@ -109,12 +110,11 @@ def predicted_speed(
     """
     seconds = 0.0
     for (exit_layer, steps, verified), rounds in work.items():
-        if exit_layer == num_layers:
-            seconds += rounds * table.autoregressive_step
-        elif exit_layer in table.exit_layers and verified <= table.max_num_draft_tokens:
-            seconds += rounds * table.seconds(exit_layer, steps, verified)
-        else:
+        if verified > table.max_num_draft_tokens or exit_layer not in (*table.exit_layers, num_layers):
             return None
+        is_plain = exit_layer == num_layers
+        cost = table.plain_seconds(verified) if is_plain else table.seconds(exit_layer, steps, verified)
+        seconds += rounds * cost
     return tokens * table.autoregressive_step / seconds if seconds else None
 
 

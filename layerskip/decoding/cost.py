@@ -104,6 +104,19 @@ class CostTable:
             raise ValueError(f"drafts={verified} were not measured; measured are 0 to {self.max_num_draft_tokens}.")
         return steps * self.draft_steps[place] + self.verifications[place][verified]
 
+    def plain_seconds(self, verified: int) -> float:
+        """Returns what a round without an exit takes: a step of plain decoding, or all layers over copied drafts.
+
+        The latter is taken for a verification with the lowest exit, which leaves out a few layers of each copied token.
+
+        Args:
+            verified: how many drafts of each row were copied.
+
+        Raises:
+            ValueError: a number of drafts that was not measured.
+        """
+        return self.seconds(self.exit_layers[0], 0, verified) if verified else self.autoregressive_step
+
     def round_seconds(self, exit_layer: int, drafts: int) -> float:
         """Returns what a round takes in which each row drafts one token after the other; errors are as of `seconds`."""
         return self.seconds(exit_layer, drafts, drafts)

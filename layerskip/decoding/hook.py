@@ -35,8 +35,8 @@ class SelfSpeculativeOutput(ModelOutput):
             rows that had finished.
         logits: with `output_logits=True`, the same before processing.
         attentions, hidden_states: always `None`, since `generate` is refused where it is asked for them.
-        cache: a DynamicCache in `generate`'s layout, to go on from; `None` where prompts are padded on the right. Of a row
-            of a batch that ended before the others it lacks the last token, so that only the others can go on.
+        cache: a DynamicCache in `generate`'s layout, to go on from; `None` where prompts are padded on the right. It
+            lacks the last token of a row that ended before others, so that only the others can go on.
         finish_reasons: "stop", "length" or "criteria", for each row.
         statistics: counted work, acceptance and time.
     """

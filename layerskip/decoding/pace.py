@@ -166,10 +166,9 @@ class Pace:
         if costs is None:
             return
         verified = max(map(len, draft.tokens))
-        seconds = costs.autoregressive_step
-        if plan.exit_layer < self._settings.depth or verified:
-            exit_layer = plan.exit_layer if plan.exit_layer < self._settings.depth else costs.exit_layers[0]
-            seconds = costs.seconds(exit_layer, draft.steps, verified)
+        seconds = costs.plain_seconds(verified)
+        if plan.exit_layer < self._settings.depth:
+            seconds = costs.seconds(plan.exit_layer, draft.steps, verified)
         if self.stop_rule is not None:
             self.stop_rule.book(seconds, tokens)
         if self._controller is not None:

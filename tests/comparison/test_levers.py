@@ -44,6 +44,8 @@ def test_a_prediction_is_what_plain_steps_cost_over_what_the_rounds_did() -> Non
     work = {(2, 3, 3): 2, (1, 1, 4): 1, (4, 0, 0): 1}
     assert predicted_speed(work, TABLE, 9, 4) == 9 * 8 / (2 * 14 + 11 + 8)
     assert predicted_speed({(4, 0, 0): 7}, TABLE, 7, 4) == 1.0
+    # Without an exit, three copied tokens cost what their verification does.
+    assert predicted_speed({(4, 0, 3): 1}, TABLE, 4, 4) == 4 * 8 / TABLE.seconds(TABLE.exit_layers[0], 0, 3)
 
 
 @pytest.mark.parametrize("work", [{}, {(2, 3, 3): 2, (2, 1, 5): 1}, {(3, 1, 1): 1}])
