@@ -161,8 +161,9 @@ class Drafting:
         drafted = draft.rows[place]
         for token in drafted.copy.tokens:
             if self.stop_rule is not None:
-                chance = drafted.chance * self.stop_rule.chance(COPIED, drafted.copy.confidence)
-                if not self.stop_rule.goes_on(COPIED, len(drafted.tokens), chance):
+                following = self.stop_rule.chance(COPIED, drafted.copy.confidence)
+                chance = drafted.chance * following
+                if not self.stop_rule.goes_on(COPIED, len(drafted.tokens), chance, following):
                     break
                 drafted.chance = chance
             drafted.tokens.append(token)
@@ -247,9 +248,11 @@ class Drafting:
         if self.stop_rule is None:
             return True
         confidence = candidates.confidences[entry]
-        chance = drafted.chance * self.stop_rule.chance(exit_layer, confidence)
+        # Of the drafts behind the next one nothing is known yet; they are taken to be as likely.
+        following = self.stop_rule.chance(exit_layer, confidence)
+        chance = drafted.chance * following
         drafted.confidences.append(confidence)
-        if not self.stop_rule.goes_on(exit_layer, len(drafted.tokens), chance):
+        if not self.stop_rule.goes_on(exit_layer, len(drafted.tokens), chance, following):
             drafted.left_out = candidates.tokens[entry]
             return False
         drafted.chance = chance

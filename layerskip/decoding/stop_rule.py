@@ -14,15 +14,15 @@ PRIOR_TOKENS = 4
 COPIED = 0
 
 
-def pays(chance: float, marginal_seconds: float, rate: float) -> bool:
-    """Whether a step that brings one token with this chance brings more than its time does elsewhere (renewal reward).
+def pays(tokens: float, marginal_seconds: float, rate: float) -> bool:
+    """Whether steps that bring so many tokens on average bring more than their time does elsewhere (renewal reward).
 
     Args:
-        chance: of the token, in [0, 1].
-        marginal_seconds: what the step takes. Measured costs can fall by noise; such a step always pays.
-        rate: tokens per second without the step.
+        tokens: of a single step, the chance of its token.
+        marginal_seconds: what the steps take. Measured costs can fall by noise; such steps always pay.
+        rate: tokens per second without the steps.
     """
-    return marginal_seconds <= 0 or chance > marginal_seconds * rate
+    return marginal_seconds <= 0 or tokens > marginal_seconds * rate
 
 
 class StopRule:
@@ -51,23 +51,32 @@ class StopRule:
         """Returns how likely a draft of this exit, or `COPIED`, is to be accepted, if those before it are."""
         return self._calibrations[exit_layer].probability(confidence)
 
-    def goes_on(self, exit_layer: int, drafts: int, chance: float) -> bool:
+    def goes_on(self, exit_layer: int, drafts: int, chance: float, following: float = 0.0) -> bool:
         """Whether the round drafts one more token; never beyond the longest round of the table.
+
+        It does where some number of further tokens pays, not the next one alone: a verification of two tokens may cost
+        much more than one of a single token, and one of nine hardly more than that.
 
         Args:
             exit_layer: E, or `COPIED`, which takes no draft steps.
             drafts: how many tokens the round has drafted.
             chance: that all of them and the next one are accepted.
+            following: that one behind these is accepted, if all before it are; 0 looks at the next token alone.
 
         Raises:
             ValueError: an exit that was not measured.
         """
-        if drafts >= self._table.max_num_draft_tokens:
-            return False
         # What copies cost beyond verification hardly depends on the exit.
-        place, steps = (self._table.exit_layers[0], 0) if exit_layer == COPIED else (exit_layer, 1)
-        seconds = self._table.seconds(place, steps, drafts + 1) - self._table.seconds(place, 0, drafts)
-        return pays(chance, seconds, self.rate)
+        is_copied = exit_layer == COPIED
+        place = self._table.exit_layers[0] if is_copied else exit_layer
+        now = self._table.seconds(place, 0, drafts)
+        gained = 0.0
+        for more in range(1, self._table.max_num_draft_tokens - drafts + 1):
+            gained += chance * following ** (more - 1)
+            steps = 0 if is_copied else more
+            if pays(gained, self._table.seconds(place, steps, drafts + more) - now, self.rate):
+                return True
+        return False
 
     def observe(self, exit_layer: int, confidence: float, accepted: float) -> None:
         """Learns from a draft, or from a candidate that was left out, before which every draft was accepted.

@@ -121,3 +121,22 @@ def decode(threshold: float | None, tokens: int = 2000) -> float:
 def test_stopping_where_it_does_not_pay_is_faster_than_never_stopping_and_than_plain_decoding() -> None:
     assert decode(None) < decode(threshold=0.0) * 0.9
     assert decode(None) < 0.95
+
+
+def test_a_dear_first_token_pays_where_more_that_follow_are_cheap() -> None:
+    """A verification of two tokens costs nearly two steps, one of nine hardly more than that."""
+    table = CostTable((2,), (0.05,), ((1.0, 1.75, *(1.8 + 0.02 * width for width in range(7))),), 1.0, 0.05, 0.01)
+    rule = StopRule(table)
+    assert not rule.goes_on(2, 0, 0.75)
+    # 0.75 + 0.56 + 0.42 + … tokens for 0.8, 0.9, 1.0, … steps.
+    assert rule.goes_on(2, 0, 0.75, following=0.75)
+    assert not rule.goes_on(2, 0, 0.4, following=0.4)
+    # Once there, each further token is cheap.
+    assert rule.goes_on(2, 3, 0.2) and not rule.goes_on(2, 3, 0.05)
+
+
+def test_looking_further_never_goes_beyond_the_table() -> None:
+    rule = StopRule(TABLE)
+    longest = TABLE.max_num_draft_tokens
+    assert not rule.goes_on(5, longest, 1.0, following=1.0)
+    assert rule.goes_on(5, longest - 1, 1.0, following=1.0)
