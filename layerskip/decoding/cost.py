@@ -53,7 +53,7 @@ class CostTable:
         """
         for name, values in (("exit_layers", self.exit_layers), ("rows", (self.rows,))):
             if not isinstance(values, tuple) or any(isinstance(value, bool | float | str) for value in values):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be integers, exit_layers a tuple of them.")
+                raise ValueError(f"{name}={values!r} must be integers, and exit_layers a tuple of them.")
         rising = all(low < high for low, high in zip(self.exit_layers, self.exit_layers[1:], strict=False))
         if not self.exit_layers or self.exit_layers[0] < 1 or not rising:
             raise ValueError(f"exit_layers={list(self.exit_layers)} must be one or more layers from 1 on, rising.")
