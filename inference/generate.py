@@ -73,8 +73,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def exit_layer(value: str) -> int | str:
-    """Returns what `--exit-layer` means."""
-    return value if value == AUTO else int(value)
+    """Returns what `--exit-layer` means.
+
+    Raises:
+        ArgumentTypeError: neither a whole number nor auto.
+    """
+    try:
+        return value if value == AUTO else int(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither a number of layers, from 1 on, nor {AUTO}") from error
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
