@@ -26,7 +26,7 @@ PROMPT = [1, 5, 9, 33, 7, 52, 18, 3, 3, 44]
 NUM_LAYERS = 4
 EXIT_LAYER = 2
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -42,19 +42,19 @@ _COMMON = {
 
 def llama_config(**changes: Any) -> LlamaConfig:
     """L4: four layers, grouped heads, untied head."""
-    return LlamaConfig(**{**_COMMON, **changes})
+    return LlamaConfig(**{**COMMON, **changes})
 
 
 def qwen3_config(**changes: Any) -> Qwen3Config:
     """Normed queries and keys; sliding attention in the upper layers, with a window shorter than the prompt."""
     peculiar = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-    return Qwen3Config(**{**_COMMON, **peculiar, **changes})
+    return Qwen3Config(**{**COMMON, **peculiar, **changes})
 
 
 def gemma2_config(**changes: Any) -> Gemma2Config:
     """Scaled embedding, two kinds of layers, a window shorter than the prompt, a soft-cap that changes the softmax."""
     peculiar = {"head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}
-    return Gemma2Config(**{**_COMMON, **peculiar, **changes})
+    return Gemma2Config(**{**COMMON, **peculiar, **changes})
 
 
 def gemma3_config(**changes: Any) -> Gemma3TextConfig:
@@ -67,7 +67,7 @@ def gemma3_config(**changes: Any) -> Gemma3TextConfig:
         "final_logit_softcapping": 1.0,
         "query_pre_attn_scalar": 16,
     }
-    return Gemma3TextConfig(**{**_COMMON, **peculiar, **changes})
+    return Gemma3TextConfig(**{**COMMON, **peculiar, **changes})
 
 
 def gpt2_config(**changes: Any) -> GPT2Config:
@@ -107,22 +107,25 @@ def build(config: PreTrainedConfig, seed: int = 0, spread: float = SPREAD, **loa
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Returns the list of decoder layers."""
-    return model.transformer.h if model.config.model_type == "gpt2" else model.model.layers
+    """Returns the list of decoder layers, the first list of modules that there is."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
 def scale_late_layers(model: PreTrainedModel, factor: float) -> PreTrainedModel:
     """Multiplies the outputs of the blocks after the exit by `factor`: 0 gives ID, where exit and model agree, and
     a fraction gives MIX, where they agree in part."""
-    names = ("o_proj", "down_proj", "c_proj")
+    names = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2", "fc_out", "dense", "dense_4h_to_h")
     with torch.no_grad():
         for layer in layers_of(model)[EXIT_LAYER:]:
             for name, parameter in layer.named_parameters():
                 if any(part in names for part in name.split(".")):
                     parameter.mul_(factor)
-                if "post_" in name and "layernorm" in name and model.config.model_type.startswith("gemma"):
-                    # Gemma norms the output of its blocks by 1 + weight, which undoes a factor before it.
-                    parameter.copy_((1 + parameter) * factor - 1)
+                # Some norm the output of their blocks, which undoes a factor before it; Gemma by 1 + weight.
+                if "post_" in name and "layernorm" in name:
+                    if model.config.model_type.startswith("gemma"):
+                        parameter.copy_((1 + parameter) * factor - 1)
+                    elif model.config.model_type == "olmo2":
+                        parameter.mul_(factor)
     return model
 
 
@@ -196,9 +199,9 @@ def graded(family: str, grade: str) -> PreTrainedModel:
 def truncated(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Returns a copy of a model that ends after `num_layers` layers, with the same norm and head."""
     settings = model.config.to_dict()
-    settings["n_layer" if model.config.model_type == "gpt2" else "num_hidden_layers"] = num_layers
-    if "layer_types" in settings:
-        settings["layer_types"] = settings["layer_types"][:num_layers]
+    settings[model.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = num_layers
+    for name in {"layer_types", "no_rope_layers"} & set(settings):
+        settings[name] = settings[name][:num_layers]
     config = type(model.config).from_dict(settings)
     short = AutoModelForCausalLM.from_config(config, attn_implementation=model.config._attn_implementation).eval()
     short.load_state_dict({name: model.state_dict()[name] for name in short.state_dict()})

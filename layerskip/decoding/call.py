@@ -18,6 +18,7 @@ from layerskip.decoding.loop import DecodeLoop
 from layerskip.decoding.options import GenerationOptions
 from layerskip.decoding.plan import ADAPTIVE, AUTO, CHECKED, TRUSTED, Plan
 from layerskip.decoding.processors import Processors
+from layerskip.decoding.ranks import check_criteria, share_random_state
 from layerskip.decoding.result import GenerationResult, StreamEvent
 from layerskip.decoding.rows import DecodeSettings
 from layerskip.decoding.state import Watch
@@ -89,6 +90,7 @@ class Call:
         width = handover.input_ids.shape[1]
         criteria = [*handover.criteria, *_stop_string_criteria(stop_strings, tokenizer)]
         stops = Stops.of(criteria, width)
+        check_criteria(layered.model, stops.criteria)
         rows = len(columns.prompts)
         if rows > 1 and stops.ends_rows_early and options.pad_token_id is None:
             raise ValueError(
@@ -102,7 +104,11 @@ class Call:
                 raise ValueError("generator has no effect on greedy decoding; pass do_sample=True, or leave it out.")
         held = (0,) * rows if columns.past is None else columns.past.lengths
         longest = max(length + len(prompt) for length, prompt in zip(held, columns.prompts, strict=True))
-        layered.check_length(longest + stops.max_new_tokens)
+        made = [length or len(prompt) for length, prompt in zip(held, columns.prompts, strict=True)]
+        if columns.past is not None:
+            # All that the cache held, of which the prompts may share less.
+            made.append(columns.past.layers[0][0].shape[2])
+        layered.check_length(longest + stops.max_new_tokens, made)
         transcript, processors = None, None
         if handover.processors or stops.criteria:
             pad = 0 if options.pad_token_id is None else options.pad_token_id
@@ -142,6 +148,8 @@ class Call:
                     stops.eos_token_ids,
                 ),
             )
+        if options.do_sample:
+            share_random_state(layered.model, generator)
         loop = DecodeLoop(
             layered,
             columns.prompts,

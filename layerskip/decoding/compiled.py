@@ -223,8 +223,7 @@ class CompiledRounds:
         }
         rows = {kind: _rows(self.rotary, kind, positions) for kind in masks} if self.rotary.tables else {}
         for layer, kind in zip(model.layers[start:stop], kinds, strict=True):
-            rotary = {"position_embeddings": rows[kind]} if rows else {}
-            hidden = layer(hidden, attention_mask=masks[kind], cache=cache, use_cache=True, **rotary)
+            hidden = model.family.run_layer(layer, hidden, masks[kind], cache, rows.get(kind))
         return hidden
 
     def draft(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -276,7 +275,8 @@ def _rows(rotary: RotaryTables, kind: str, positions: torch.Tensor) -> tuple[tor
 
 def _parts(model: LayeredModel) -> list[object]:
     """Returns the modules that a graph calls."""
-    return [model.model, model.embedding, model.position_embedding, *model.layers, model.norm, model.head]
+    ends = [model.embedding, model.project_in, model.position_embedding, model.norm, model.project_out, model.head]
+    return [model.model, *ends, *model.layers]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from layerskip.model.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class LayeredModel:
         self.embedding: Any = model.get_input_embeddings()
         positions = self.family.learned_positions
         self.position_embedding = None if positions is None else self.family.part(model, positions)
+        self.project_in = self.family.part(model, self.family.project_in)
         self.norm = self.family.part(model, self.family.norm)
+        self.project_out = self.family.part(model, self.family.project_out)
         self.head: Any = model.get_output_embeddings()
         self.vocab_size: int = self.config.vocab_size
 
@@ -78,32 +79,45 @@ class LayeredModel:
     def device(self) -> torch.device:
         """Where token ids go."""
         device: torch.device = self.embedding.weight.device
+        hook = vars(self.embedding).get("_hf_hook")
+        if device.type == "meta" and hook is not None:
+            # accelerate has offloaded the weight, and brings it there while the module runs.
+            return torch.device(hook.execution_device)
         return device
 
-    def check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int, made: Sequence[int] = (0,)) -> None:
         """Checks that `tokens` positions can be held by the model.
 
+        Args:
+            tokens: prompt and budget.
+            made: the lengths at which keys are made that stay: of the prompts, or of what a cache holds.
+
         Raises:
-            ValueError: more positions than were learned, or a rotary type whose table depends on the length, past
-                its original length.
+            ValueError: more positions than there are, or a rotary type whose table depends on the length: "dynamic"
+                past the model's length, "longrope" where its original length lies between two of the lengths.
         """
         limit: int = self.config.max_position_embeddings
-        if self.position_embedding is not None:
+        if self.has_last_position:
             if tokens > limit:
                 raise ValueError(
-                    f"prompt + max_new_tokens = {tokens} tokens, but the model has learned {limit} positions; "
+                    f"prompt + max_new_tokens = {tokens} tokens, but the model has only {limit} positions; "
                     "shorten the prompt or lower max_new_tokens."
                 )
             return
         for name, parameters in self._rope_parameters().items():
+            kind = parameters["rope_type"]
             # longrope switches tables at a length of its own, dynamic at the longest that the model was made for.
-            original = (
-                parameters["original_max_position_embeddings"] if parameters["rope_type"] == "longrope" else limit
-            )
-            if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE and tokens > original:
+            original = parameters["original_max_position_embeddings"] if kind == "longrope" else limit
+            if kind == "dynamic" and tokens > original:
                 raise ValueError(
-                    f"rope_type={parameters['rope_type']!r} ({name}) changes its table past {original} tokens, which "
-                    f"a shared cache cannot follow; prompt + max_new_tokens = {tokens} must not pass that."
+                    f"rope_type='dynamic' ({name}) changes its table past {original} tokens, which a shared cache "
+                    f"cannot follow; prompt + max_new_tokens = {tokens} must not pass that."
+                )
+            if kind == "longrope" and len({length > original for length in (tokens, *made)}) > 1:
+                raise ValueError(
+                    f"rope_type='longrope' ({name}) changes its table past {original} tokens, which a shared cache "
+                    f"cannot follow; prompt + max_new_tokens = {tokens} must not pass that, unless every prompt, and "
+                    "what a cache holds, is longer already."
                 )
 
     def _rope_parameters(self) -> dict[str, dict[str, Any]]:
@@ -112,6 +126,11 @@ class LayeredModel:
         if self.family.rotary_by_layer_type:
             return {layer_type: parameters[layer_type] for layer_type in set(self.layer_types)}
         return dict.fromkeys(self.layer_types, parameters)
+
+    @property
+    def has_last_position(self) -> bool:
+        """Whether positions end at `max_position_embeddings`: they were learned, or stand in a table of that length."""
+        return self.position_embedding is not None or self.family.rotary_ends
 
     def masks(self, start: int, width: int) -> bool:
         """Whether a pass of one row, `width` tokens from position `start` on, needs a mask in any layer.
@@ -155,7 +174,10 @@ class LayeredModel:
             embedded: what the model's embedding module gives for tokens, or the caller's own, `(rows, width, hidden)`.
             positions: `(rows or 1, width)`; added by families with learned positions only.
         """
-        return embedded if self.position_embedding is None else embedded + self.position_embedding(positions)
+        hidden: torch.Tensor = self.project_in(self.family.scale_embedding(embedded, self.config))
+        if self.position_embedding is None:
+            return hidden
+        return hidden + self.family.embed_positions(self.position_embedding, positions)
 
     def run(
         self,
@@ -179,19 +201,27 @@ class LayeredModel:
             The output of layer `stop`, `(rows, width, hidden)`.
         """
         cache.placement = placement
-        arguments: dict[str, dict[str, Any]] = {}
+        arguments = {}
         for layer_type in set(self.layer_types[start:stop]):
             window = self.config.sliding_window if layer_type == SLIDING_ATTENTION else None
-            arguments[layer_type] = {
-                "attention_mask": attention_mask(placement, window, hidden.dtype, self.causal_by_flag),
-                "cache": cache,
-                "use_cache": True,
-            }
-            if rotary.tables:
-                arguments[layer_type]["position_embeddings"] = rotary.at(placement, layer_type)
+            mask = attention_mask(placement, window, hidden.dtype, self.causal_by_flag)
+            arguments[layer_type] = (mask, rotary.at(placement, layer_type) if rotary.tables else None)
         for layer, layer_type in zip(self.layers[start:stop], self.layer_types[start:stop], strict=True):
-            hidden = layer(hidden, **arguments[layer_type])
+            mask, tables = arguments[layer_type]
+            hidden = self.family.run_layer(layer, hidden, mask, cache, tables)
         return hidden
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what the head multiplies: the final norm, and the projection behind it where there is one.
+
+        Args:
+            hidden: the output of any layer before the final norm, `(..., hidden)`.
+
+        Returns:
+            `(..., width of the head)`.
+        """
+        normed: torch.Tensor = self.project_out(self.norm(hidden))
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the vocabulary logits of hidden states: the model's final norm, head, and soft-cap or scale.
@@ -202,7 +232,7 @@ class LayeredModel:
         Returns:
             `(..., vocabulary)`, in the model's type.
         """
-        return self.family.finish_logits(self.head(self.norm(hidden)), self.config)
+        return self.family.finish_logits(self.head(self.normed(hidden)), self.config)
 
 
 def _check_is_causal_lm(model: object) -> None:
@@ -210,9 +240,7 @@ def _check_is_causal_lm(model: object) -> None:
 
     wanted = "pass a transformers causal language model, such as AutoModelForCausalLM.from_pretrained(…) returns"
     if not isinstance(model, PreTrainedModel):
-        base = (
-            "; of a PEFT model take get_base_model(), which keeps its adapters on" if "Peft" in str(type(model)) else ""
-        )
+        base = ""
         if "OptimizedModule" in str(type(model)):
             base = "; of a compiled model take _orig_mod, or compile its forward"
         raise TypeError(f"model is a {type(model).__name__}, not a transformers model; {wanted}{base}.")

@@ -42,9 +42,9 @@ class ExitStates:
                 handle.remove()
 
     def _recorder(self, number: int) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             if number in self._wanted:
-                self._states[number] = output
+                self._states[number] = self._layered.family.state(output)
 
         return hook
 

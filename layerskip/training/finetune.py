@@ -12,7 +12,7 @@ from transformers import TrainingArguments, set_seed
 
 from layerskip.model.layered import LayeredModel
 from layerskip.training.checkpoint import recipe_metadata
-from layerskip.training.data import Collator, TrainingData, load_data
+from layerskip.training.data import Collator, DataSettings, TrainingData, load_data
 from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
 from layerskip.training.models import add_adapters, initial_model, shape_of
 from layerskip.training.recipe import Recipe
@@ -59,7 +59,7 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     model, tokenizer = initial_model(recipe, source)
     layered = LayeredModel(model)
     exit_layers = recipe.exits.layers(layered.num_layers)
-    _check_positions(layered, recipe.data.max_length)
+    _check_rows(layered, recipe.data)
     data = load_data(recipe.data, tokenizer, seed=args.seed)
     resumed = None if earlier is None else checkpoint_to_continue(recipe.output_dir, earlier, data.fingerprint)
     if resumed is not None and recipe.max_minutes is not None and has_result(recipe.output_dir):
@@ -122,10 +122,16 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     return metrics
 
 
-def _check_positions(layered: LayeredModel, max_length: int) -> None:
+def _check_rows(layered: LayeredModel, data: DataSettings) -> None:
+    """Raises ValueError for rows of data that the model cannot read as they are meant."""
     limit: int = layered.config.max_position_embeddings
-    if layered.position_embedding is not None and max_length > limit:
-        raise ValueError(f"data.max_length={max_length} is above the {limit} positions that the model has learned.")
+    if layered.has_last_position and data.max_length > limit:
+        raise ValueError(f"data.max_length={data.max_length} is above the {limit} positions that the model has.")
+    if data.packing and not layered.family.keeps_packed_apart:
+        raise ValueError(
+            f"data.packing=true: model_type={layered.config.model_type!r} does not keep the rows apart that are packed "
+            "into one; set it to false."
+        )
 
 
 def _draft_token_ids(

@@ -14,6 +14,7 @@ from layerskip.model.layered import LayeredModel
 from layerskip.training.clock import Clock
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.strict import UNKNOWN_KEYS_FAIL
+from layerskip.training.trainable import check_trainable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,15 +56,14 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
         seed: of the draws; the same on every rank.
 
     Raises:
-        ValueError: a router loss, which would count skipped tokens, together with layer dropout.
+        ValueError: a setting of the model that does not go with it, see `check_trainable`.
     """
     layered = LayeredModel(model)
-    if model.config.to_dict().get("output_router_logits"):
-        raise ValueError("output_router_logits=True cannot be combined with layer dropout; set it to False.")
+    check_trainable(layered)
     # A layer may carry a forward of its own, as accelerate's hooks put there; it is wrapped and comes back.
     own = [vars(layer).get("forward") for layer in layered.layers]
     for index, layer in enumerate(layered.layers, start=1):
-        layer.forward = _dropping(layer, index, layered.num_layers, settings, clock, seed)
+        layer.forward = _dropping(layer, index, layered, settings, clock, seed)
     try:
         yield
     finally:
@@ -74,28 +74,29 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
 
 
 def _dropping(
-    layer: nn.Module, index: int, num_layers: int, settings: DropoutSettings, clock: Clock, seed: int
-) -> Callable[..., torch.Tensor]:
+    layer: nn.Module, index: int, layered: LayeredModel, settings: DropoutSettings, clock: Clock, seed: int
+) -> Callable[..., Any]:
     """Returns the wrapped forward of one layer."""
-    run = layer.forward
+    run, family = layer.forward, layered.family
 
     # A compiled graph would keep the draws of its first step; what is inside the layer compiles all the same.
     @torch.compiler.disable(recursive=False)
-    def forward(hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    def forward(hidden: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if not layer.training:
             return run(hidden, *arguments, **named)
         strength = schedule_factor(settings.schedule, clock.step, clock.total_steps)
-        rate = settings.p_max * strength * depth_factor(index, num_layers)
+        rate = settings.p_max * strength * depth_factor(index, layered.num_layers)
         samples = hidden.shape[0]
         kept = kept_samples(rate, samples, seed=seed, step=clock.step, micro_step=clock.micro_step, layer=index)
         if kept.all():
             return run(hidden, *arguments, **named)
         if not kept.any():
-            return hidden
+            return family.skipped(hidden)
         rows = kept.nonzero().squeeze(1).to(hidden.device)
         sliced = [_rows(argument, rows, samples) for argument in arguments]
         sliced_named = {name: _rows(argument, rows, samples) for name, argument in named.items()}
-        return hidden.index_copy(0, rows, run(hidden[rows], *sliced, **sliced_named))
+        output = run(hidden[rows], *sliced, **sliced_named)
+        return family.with_state(output, hidden.index_copy(0, rows, family.state(output)))
 
     return forward
 

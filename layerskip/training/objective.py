@@ -17,6 +17,7 @@ from layerskip.training.exit_loss import IGNORED, LOSSES, Teacher, chunked_token
 from layerskip.training.exit_settings import ExitSettings
 from layerskip.training.exit_states import ExitStates, final_state
 from layerskip.training.originals import Original, evaluation
+from layerskip.training.trainable import check_trainable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,9 +75,11 @@ def exit_objective(
             False takes the one pass there is, which is the same where nothing is dropped.
 
     Raises:
-        ValueError: settings that do not fit the model, or a guard without an original.
+        ValueError: settings that do not fit the model, a setting of the model that does not go with the loss (see
+            `check_trainable`), or a guard without an original.
     """
     layered = LayeredModel(model)
+    check_trainable(layered)
     settings.layers(layered.num_layers)
     if settings.guard_weight > 0 and original is None:
         raise ValueError(f"guard_weight={settings.guard_weight} needs the original model to hold the last layer to.")

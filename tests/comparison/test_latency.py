@@ -329,7 +329,7 @@ def test_the_model_stays_as_it_is() -> None:
         ({"rows": 0}, "rows=0"),
         ({"exit_layers": [1, 4]}, "exit_layer=4"),
         ({"max_num_draft_tokens": 0}, "num_draft_tokens=0"),
-        ({"context": [1] * 60}, "has learned 64 positions"),
+        ({"context": [1] * 60}, "has only 64 positions"),
         # Found a fault: refused only once everything was measured.
         ({"exit_layers": [2, 1]}, "exit_layers"),
         ({"exit_layers": [2, 2]}, "exit_layers"),

@@ -110,7 +110,7 @@ def test_transformers_cuts_sliding_layers_to_their_window_and_the_shared_cache_d
 
 
 @pytest.mark.parametrize(
-    ("context", "message"), [([1], "context has 1 tokens"), ([1] * 64, "has learned 64 positions")]
+    ("context", "message"), [([1], "context has 1 tokens"), ([1] * 64, "has only 64 positions")]
 )
 def test_a_text_that_no_cache_can_hold_a_step_of_is_refused(context: list[int], message: str) -> None:
     model = kit.build(kit.gpt2_config())
