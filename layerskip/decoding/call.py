@@ -148,8 +148,6 @@ class Call:
                     stops.eos_token_ids,
                 ),
             )
-        if options.do_sample:
-            share_random_state(layered.model, generator)
         loop = DecodeLoop(
             layered,
             columns.prompts,
@@ -161,6 +159,8 @@ class Call:
             past=columns.past,
             compiled=None if loan is None else loan.graphs,
         )
+        if options.do_sample:
+            share_random_state(layered.model, generator)
         return cls(
             loop,
             plan,

@@ -94,7 +94,8 @@ def self_speculative(
         streamer: a transformers streamer, for one row: gets the prompt, then what each round emits at once.
         tokenizer: to find `stop_strings` in tokens.
         stop_strings: strings that end a row as soon as they are complete.
-        generator: for `do_sample=True`, in place of torch's global generator.
+        generator: for `do_sample=True`, in place of torch's global generator; the ranks of a tensor parallel model all
+            draw from the first one's.
 
     Returns:
         A function that `generate` calls. It returns `sequences`, or a `SelfSpeculativeOutput` with
