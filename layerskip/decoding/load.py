@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ def load(
     cost_table: CostTable | None = None,
     base: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str | None = None,
     revision: str | None = None,
@@ -39,19 +41,24 @@ def load(
             the full head. By default the checkpoint's recommendation, else all that it has, else the full head.
         base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
         device: where the model goes; by default the first CUDA device where there is one, else the CPU.
-        dtype: of the weights; "auto" keeps the checkpoint's, of adapters that of the model beneath.
+        device_map: where the parts of a whole model go, in place of `device`: "auto" spreads it over the devices that
+            there are, a dict names a device for each module; see `from_pretrained` of transformers.
+        dtype: of the weights; "auto" keeps the checkpoint's, of adapters that of the model beneath. Quantised weights
+            keep theirs.
         attn_implementation: "sdpa" or "eager"; by default what transformers chooses for the family.
         revision: of a model on the hub.
 
     Raises:
         ValueError: no model there, a family that is not supported, a number out of range, draft token ids that are
-            missing or damaged, or a `base` beneath a whole model.
-        TypeError: `path_or_id` or `base` is no path or id, or a number is no integer.
-        ImportError: a folder of adapters, and peft is not installed.
+            missing or damaged, a `base` beneath a whole model, a `device_map` beside `device` or for adapters, or
+            quantised weights of a kind that is not supported.
+        TypeError: `path_or_id` or `base` is no path or id, `device_map` no string or dict, or a number is no integer.
+        ImportError: a folder of adapters and no peft, or quantised weights without the package that unpacks them.
     """
     checkpoint = load_checkpoint(
         path_or_id,
         device=device,
+        device_map=device_map,
         dtype=dtype,
         attn_implementation=attn_implementation,
         revision=revision,

@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from layerskip.model.adapters import CONFIG_FILE, AdapterFolder, is_adapter_folder
+from layerskip.model.devices import check_device_map, read_device
 from layerskip.model.draft_head import TENSORS_FILE, check_draft_token_ids, read_draft_token_ids
 from layerskip.model.families import family_of
+from layerskip.model.location import find
 from layerskip.model.metadata import ADAPTER_FILE, Metadata
+from layerskip.model.quantization import check_quantization, check_stored_quantization, is_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HUB_TIMEOUT = 10.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -53,6 +52,7 @@ def load_checkpoint(
     attn_implementation: str | None,
     revision: str | None,
     base: str | os.PathLike[str] | None = None,
+    device_map: str | dict[str, Any] | None = None,
 ) -> Checkpoint:
     """Returns what lies in a local folder or under a hub id.
 
@@ -64,24 +64,42 @@ def load_checkpoint(
 
     Args:
         base: folder or hub id of the model beneath a folder of adapters, in place of the one that they name.
+        device_map: where the parts of a whole model go, as `from_pretrained` takes it, in place of `device`.
 
     Raises:
-        ImportError: a folder of adapters, and peft is not installed.
-        TypeError: `path_or_id` or `base` is neither a string nor a path.
+        ImportError: a folder of adapters or quantised weights, and their package is not installed.
+        TypeError: `path_or_id` or `base` is neither a string nor a path, or `device_map` is no string or dict.
         ValueError: no model there (a mistyped path is told from a hub id without waiting for the hub), a family that
             is not supported, a device, type or attention implementation that is not to be had, fewer draft token ids
-            than the metadata tell of or one that the model does not have, or a `base` for a whole model.
+            than the metadata tell of or one that the model does not have, a `base` for a whole model, a `device_map`
+            for adapters or beside `device`, or quantised weights that are not supported, of which another type is
+            asked for, or beneath adapters.
     """
-    device, dtype = _read_device(device), _read_dtype(dtype)
+    check_device_map(device_map, device)
+    device, dtype = read_device(device), _read_dtype(dtype)
     if base is not None and not isinstance(base, str | os.PathLike):
         raise TypeError(f"base={base!r} is a {type(base).__name__}; pass a folder or a hub id.")
     found = _look(path_or_id, attn_implementation, revision, base)
     _check_draft_token_ids(found, path_or_id)
-    checkpoint, own_dtype = found.read(dtype)
-    model: Any = checkpoint.model
-    if own_dtype is not None:
-        _cast(model, own_dtype)
-    return replace(checkpoint, model=model.to(device).eval())
+    _check_quantization(found, path_or_id, dtype)
+    if is_quantized(found.config) and device_map is None:
+        # Quantised weights go where they belong at once: not all of them can be moved.
+        device_map = {"": device}
+    if device_map is None:
+        checkpoint, own_dtype = found.read(dtype)
+        model: Any = checkpoint.model
+        if own_dtype is not None:
+            _cast(model, own_dtype)
+        return replace(checkpoint, model=model.to(device).eval())
+    if isinstance(found, _Adapted):
+        raise ValueError(
+            f"device_map={device_map!r} is for whole models, but path_or_id={os.fspath(path_or_id)!r} holds adapters, "
+            "which are merged into their model on the CPU; leave it out, or save the model that load returns and load "
+            "that with a device_map."
+        )
+    checkpoint, _ = found.read(dtype, device_map)
+    check_quantization(checkpoint.model)
+    return replace(checkpoint, model=checkpoint.model.eval())
 
 
 def load_model(
@@ -118,14 +136,15 @@ class _Whole:
     def metadata(self) -> Metadata:
         return Metadata.of(self.config)
 
-    def read(self, dtype: str | torch.dtype) -> tuple[Checkpoint, None]:
-        """Returns the checkpoint, whose weights have the type asked for."""
+    def read(self, dtype: str | torch.dtype, device_map: str | dict[str, Any] | None = None) -> tuple[Checkpoint, None]:
+        """Returns the checkpoint, whose weights have the type asked for; on the CPU without a `device_map`."""
         with _files_of(self.path_or_id):
             model = AutoModelForCausalLM.from_pretrained(
                 self.source,
                 config=self.config,
                 dtype=dtype,
                 attn_implementation=self.attn_implementation,
+                device_map=device_map,
                 **self.options,
             )
             has_tokenizer = not Path(self.source).is_dir() or _has_tokenizer(Path(self.source))
@@ -141,6 +160,10 @@ class _Adapted:
     adapters: AdapterFolder
     beneath: _Whole | _Adapted
     own_draft_token_ids: torch.Tensor | None
+
+    @property
+    def config(self) -> Any:
+        return self.beneath.config
 
     @property
     def vocab_size(self) -> int:
@@ -182,7 +205,7 @@ def _look(
     base: str | os.PathLike[str] | None = None,
 ) -> _Whole | _Adapted:
     """Returns what lies there, all checked but the weights; see `load_checkpoint` for arguments and errors."""
-    source, revision = _find(path_or_id, revision)
+    source, revision = find(path_or_id, revision)
     is_adapted = is_adapter_folder(Path(source))
     if base is not None and not is_adapted:
         raise ValueError(
@@ -272,19 +295,32 @@ def _check_draft_token_ids(found: _Whole | _Adapted, path_or_id: str | os.PathLi
         )
 
 
+def _check_quantization(found: _Whole | _Adapted, path_or_id: str | os.PathLike[str], dtype: str | torch.dtype) -> None:
+    """Checks that quantised weights can be read, and are taken as they are.
+
+    Raises:
+        ImportError: their package is missing.
+        ValueError: a kind that is not supported, another type than the stored one, or adapters to be merged into them.
+    """
+    if not is_quantized(found.config):
+        return
+    where = f"path_or_id={os.fspath(path_or_id)!r}"
+    if isinstance(found, _Adapted):
+        raise ValueError(
+            f"{where} holds adapters on a model with quantised weights, into which they cannot be merged. Load that "
+            "model with AutoModelForCausalLM.from_pretrained, attach the adapters with PeftModel.from_pretrained, and "
+            "pass the result to layerskip.Engine; or pass as base the model from which the quantised one was made."
+        )
+    check_stored_quantization(found.config, where)
+    if dtype not in ("auto", found.config.dtype):
+        raise ValueError(
+            f"dtype={dtype!r} is not the type in which {where} was quantised, {found.config.dtype}, and quantised "
+            "weights cannot be cast; leave it out."
+        )
+
+
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _read_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from error
-    return found
 
 
 def _read_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -293,61 +329,3 @@ def _read_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; allowed are 'auto', {', '.join(map(repr, DTYPES))}.")
     return DTYPES[dtype]
-
-
-def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None]:
-    """Returns where to load from: a local folder, or a hub id and the revision there.
-
-    Raises:
-        TypeError, ValueError: as `load_checkpoint`.
-    """
-    if not isinstance(path_or_id, str | os.PathLike):
-        raise TypeError(f"path_or_id={path_or_id!r} is a {type(path_or_id).__name__}; pass a folder or a hub id.")
-    name = os.fspath(path_or_id)
-    if Path(name).is_dir():
-        if not Path(name, "config.json").is_file() and not is_adapter_folder(Path(name)):
-            raise ValueError(f"path_or_id={name!r} is a folder without a model: it has no config.json.")
-        if Path(name, "config.json").is_file() and Path(name, CONFIG_FILE).is_file():
-            raise ValueError(
-                f"path_or_id={name!r} holds a whole model (config.json) and adapters ({CONFIG_FILE}); put the adapters "
-                "into a folder of their own, so that it is clear which is meant."
-            )
-        if revision is not None:
-            raise ValueError(f"revision={revision!r} is for models on the hub, but path_or_id={name!r} is a folder.")
-        return name, None
-    if Path(name).exists():
-        raise ValueError(f"path_or_id={name!r} is a file; pass the folder that holds config.json.")
-    if not isinstance(path_or_id, str) or _looks_like_a_path(name):
-        beside = Path(name).parent
-        hint = f" ({beside} is a folder here, so this was not taken for a hub id)" if beside.is_dir() else ""
-        raise ValueError(f"path_or_id={name!r}: there is no such folder; check the path{hint}.")
-    return _find_on_hub(name, revision)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    parent = Path(name).parent
-    if name.startswith((".", "/", "~", "\\")) or (parent != Path(".") and parent.is_dir()):
-        return True
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return False
-
-
-def _find_on_hub(name: str, revision: str | None) -> tuple[str, str | None]:
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        beside = "" if revision is None else f" with revision={revision!r}"
-        raise ValueError(f"path_or_id={name!r} is neither a local folder nor a model on the hub{beside}.") from error
-    except Exception as error:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        if not isinstance(cached, str):
-            raise ValueError(
-                f"path_or_id={name!r} is no local folder, and the hub could not be asked for a model of that name "
-                f"({type(error).__name__}: {error})."
-            ) from error
-        # With the folder itself nothing is looked up, where a hub id would be tried again and again.
-        return str(Path(cached).parent), None
-    return name, revision

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 
 from layerskip.model.layered import LayeredModel
+from layerskip.model.quantization import is_quantized
 from layerskip.training.checkpoint import recipe_metadata
 from layerskip.training.data import Collator, DataSettings, TrainingData, load_data
 from layerskip.training.draft_vocabulary import draft_vocabulary, kept_token_ids
@@ -60,6 +61,10 @@ def finetune(recipe: Recipe, source: str | None = None) -> dict[str, float]:
     layered = LayeredModel(model)
     exit_layers = recipe.exits.layers(layered.num_layers)
     _check_rows(layered, recipe.data)
+    if is_quantized(model.config) and recipe.lora is not None and recipe.lora.merge:
+        raise ValueError(
+            "lora.merge=true cannot merge adapters into the model's quantised weights; set lora.merge=false."
+        )
     data = load_data(recipe.data, tokenizer, seed=args.seed)
     resumed = None if earlier is None else checkpoint_to_continue(recipe.output_dir, earlier, data.fingerprint)
     if resumed is not None and recipe.max_minutes is not None and has_result(recipe.output_dir):

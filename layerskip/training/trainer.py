@@ -16,6 +16,7 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallba
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from layerskip.model.draft_head import write_draft_token_ids
+from layerskip.model.peft_models import causal_lm_beneath
 from layerskip.training.checkpoint import recipe_metadata, saved_with, write_adapter_metadata
 from layerskip.training.clock import Clock
 from layerskip.training.exit_settings import ExitSettings
@@ -68,7 +69,7 @@ class LayerSkipTrainer(Trainer):
         _check_arguments(args, named)
         given: Any = model
         self._given = given
-        self._base: PreTrainedModel = given.get_base_model() if is_peft_model(given) else given
+        self._base: PreTrainedModel = causal_lm_beneath(given)
         self._num_layers: int = self._base.config.num_hidden_layers
         self._exit_layers = exits.layers(self._num_layers)
         self._exits = exits

@@ -12,11 +12,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from transformers import AutoModelForSeq2SeqLM, MistralConfig, MistralForCausalLM, T5Config
+from transformers import AutoModelForSeq2SeqLM, Starcoder2Config, Starcoder2ForCausalLM, T5Config
 
 import layerskip
 from layerskip.decoding.plan import DEFAULT_NUM_DRAFT_TOKENS, Plan, Wishes
-from layerskip.model import loading
+from layerskip.model import location
 from layerskip.model.draft_head import TENSORS_FILE, write_draft_token_ids
 from layerskip.training.checkpoint import recipe_metadata, saved_with
 from tests import kit
@@ -55,7 +55,7 @@ def hub_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception | None], Hub]
 
     def replace(error: Exception | None) -> Hub:
         hub = Hub(error)
-        monkeypatch.setattr(loading, "HfApi", hub)
+        monkeypatch.setattr(location, "HfApi", hub)
         return hub
 
     return replace
@@ -121,6 +121,15 @@ def test_dtype_is_by_default_the_checkpoints_own(tmp_path: Path, stored: torch.d
 @pytest.mark.parametrize("device", ["meta", torch.device("meta")])
 def test_device_is_honoured(folder: Path, device: str | torch.device) -> None:
     assert {parameter.device.type for parameter in layerskip.load(folder, device=device).model.parameters()} == {"meta"}
+
+
+def test_device_map_is_honoured(folder: Path) -> None:
+    placed = layerskip.load(folder, device_map={"": "meta"}).model
+    assert {parameter.device.type for parameter in placed.parameters()} == {"meta"}
+    engine = layerskip.load(folder, device_map="auto", exit_layer=2)
+    assert not any(module.training for module in engine.model.modules())
+    result = engine.generate(kit.prompt_tensor(), max_new_tokens=24)
+    assert torch.equal(result.sequences.cpu(), kit.reference(kit.mixed(), kit.prompt_tensor()))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -284,9 +293,9 @@ def test_an_encoder_decoder_checkpoint_is_refused_before_its_weights_are_read(tm
 
 def test_an_unsupported_family_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    MistralForCausalLM(MistralConfig(vocab_size=97, num_hidden_layers=2, **sizes)).save_pretrained(tmp_path)
+    Starcoder2ForCausalLM(Starcoder2Config(vocab_size=97, num_hidden_layers=2, **sizes)).save_pretrained(tmp_path)
     refuse_to_read_weights(tmp_path)
-    with pytest.raises(ValueError, match=r"model_type='mistral' is not supported; supported families: .*llama"):
+    with pytest.raises(ValueError, match=r"model_type='starcoder2' is not supported; supported families: .*llama"):
         layerskip.load(tmp_path)
 
 
@@ -304,6 +313,38 @@ def test_a_device_that_is_not_there_is_refused_before_weights_are_read(folder: P
     refuse_to_read_weights(folder)
     with pytest.raises(ValueError, match=f"device='{device}'"):
         layerskip.load(folder, device=device)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "error", "message"),
+    [
+        ("nonsense", ValueError, r"device_map='nonsense' is unknown; allowed are 'auto'"),
+        ("cpu", ValueError, r"device_map='cpu' is unknown.*the argument device"),
+        (0, TypeError, r"device_map=0 is a int"),
+        ({"": "cuda:99"}, ValueError, r"device_map='cuda:99' is not available here"),
+    ],
+)
+def test_a_device_map_that_cannot_be_followed_is_refused_before_weights_are_read(
+    folder: Path, device_map: Any, error: type[Exception], message: str
+) -> None:
+    refuse_to_read_weights(folder)
+    with pytest.raises(error, match=message):
+        layerskip.load(folder, device_map=device_map)
+
+
+def test_a_device_map_beside_a_device_is_refused_before_weights_are_read(folder: Path) -> None:
+    refuse_to_read_weights(folder)
+    with pytest.raises(ValueError, match=r"device='cpu' and device_map='auto' both say where the model goes"):
+        layerskip.load(folder, device="cpu", device_map="auto")
+
+
+def test_a_device_map_for_adapters_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(kit.mixed(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
+    refuse_to_read_weights(folder)
+    with pytest.raises(ValueError, match=r"device_map='auto' is for whole models, but path_or_id='.*' holds adapters"):
+        layerskip.load(tmp_path / "adapters", base=folder, device_map="auto")
 
 
 def test_an_unknown_dtype_is_refused_before_weights_are_read(folder: Path) -> None:
