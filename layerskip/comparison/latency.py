@@ -21,6 +21,7 @@ from layerskip.decoding.rows import DecodeSettings, Past
 from layerskip.decoding.stopping import Stops
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
+from layerskip.model.readiness import check_ready
 
 # Rounds between two prefills at most, each of which leaves one token more in the cache.
 ROUNDS_PER_TEXT = 16
@@ -95,7 +96,7 @@ def measure_costs(
     plan = engine.plan("self_speculative", Wishes(exit_layers[0], max_num_draft_tokens))
     for exit_layer in exit_layers:
         engine.plan("self_speculative", Wishes(exit_layer, max_num_draft_tokens))
-    engine.check_is_in_eval_mode()
+    check_ready(engine.model)
     drafted_ids = engine.drafted_token_ids(plan)
     cells = [(exit_layer, drafts) for exit_layer in exit_layers for drafts in range(max_num_draft_tokens + 1)]
     cells += [(layered.num_layers, 0)] * PLAIN_STEPS

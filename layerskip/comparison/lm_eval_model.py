@@ -32,6 +32,7 @@ from layerskip.decoding.statistics import Statistics
 from layerskip.model.cache import SharedCache
 from layerskip.model.layered import LayeredModel
 from layerskip.model.placement import Placement
+from layerskip.model.readiness import check_ready
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -104,7 +105,7 @@ class LayerSkipLM(TemplateLM):
         self.engine = pretrained if isinstance(pretrained, Engine) else load(pretrained, **loading)
         numbers = Wishes(exit_layer, num_draft_tokens, draft_vocab_size)
         self.plan = self.engine.plan(strategy, numbers)
-        self.engine.check_is_in_eval_mode()
+        check_ready(self.engine.model)
         if self.engine.tokenizer is None or self.engine.tokenizer.eos_token_id is None:
             raise ValueError("pretrained has no tokenizer with an EOS token, which ends texts; save one beside it.")
         self.tokenizer: PreTrainedTokenizerBase = self.engine.tokenizer
@@ -312,7 +313,7 @@ def end_scores(
     padded = torch.tensor([[*row, *[0] * (placement.width - len(row))] for row in rows], device=device)
     hidden = layered.embed(padded, placement.positions)
     cache, rotary = SharedCache(depth, len(rows), placement.width), layered.rotary_tables(placement.width)
-    hidden = layered.run(hidden, 0, depth, placement=placement, cache=cache, rotary=rotary)
+    hidden = layered.run(hidden, 0, depth, placement=placement, cache=cache, rotary=rotary).to(device)
     places = [
         (row, len(rows[row]) - len(tokens) + place, token)
         for row, tokens in continuations
@@ -321,7 +322,7 @@ def end_scores(
     row_of, column_of, wanted = torch.tensor(places, device=device).unbind(1)
     found, first = [], []
     for states, ids in zip(hidden[row_of, column_of].split(LOGIT_ROWS), wanted.split(LOGIT_ROWS), strict=True):
-        log_probs = layered.logits(states).float().log_softmax(-1)
+        log_probs = layered.logits(states).to(device).float().log_softmax(-1)
         found.append(log_probs.gather(1, ids.unsqueeze(1)).squeeze(1))
         first.append(log_probs.argmax(-1) == ids)
     counts = [len(tokens) for _, tokens in continuations]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import longest_first
+from layerskip.model.readiness import check_ready
 from layerskip.training.clock import Clock
 from layerskip.training.data import Collator
 from layerskip.training.exit_settings import ExitSettings
@@ -81,7 +82,7 @@ def batch_losses(
     Raises:
         ValueError: an exit that the model does not have, a model in train mode, or losses that are NaN.
     """
-    engine.check_is_in_eval_mode()
+    check_ready(engine.model)
     order = longest_first([list(row["input_ids"]) for row in rows])
     # What fills up a row is hidden by the mask, so that any token does.
     collate = Collator(0)

@@ -20,8 +20,11 @@ from layerskip.model.cache import CachedTokens
 from layerskip.model.draft_head import check_draft_token_ids
 from layerskip.model.layered import LayeredModel
 from layerskip.model.metadata import Metadata
+from layerskip.model.peft_models import causal_lm_beneath
+from layerskip.model.readiness import check_layers, check_ready
 
 if TYPE_CHECKING:
+    from peft import PeftMixedModel, PeftModel
     from transformers import GenerationConfig, PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 class Engine:
     """Generates with one causal language model that drafts with its early layers and verifies with the rest.
 
-    The model stays the caller's: nothing in it is replaced, renamed or switched.
+    The model stays the caller's: nothing in it is replaced, renamed or switched. Of a PEFT model the attribute `model`
+    is the causal LM beneath, in whose modules its adapters stand; `disable_adapter` and `set_adapter` bear on the next
+    call.
 
     Example:
         >>> engine = Engine(model, tokenizer, exit_layer=8)
@@ -38,7 +43,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel | PeftMixedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         exit_layer: int | str | None = None,
@@ -55,7 +60,8 @@ class Engine:
         """Makes an engine for `model`.
 
         Args:
-            model: a transformers causal LM of a supported family, in eval mode when it generates.
+            model: a transformers causal LM of a supported family, or a PEFT model around one, in eval mode when it
+                generates.
             tokenizer: for prompts and results as text.
             exit_layer: E, how many layers a draft runs, 1 to L − 1; "auto" chooses among the exits of the cost table
                 before every round, or plain decoding where none pays. By default the checkpoint's.
@@ -77,12 +83,13 @@ class Engine:
             draft_token_ids: the tokens that are worth drafting, `(ids,)`, the most important first.
             cost_table: what rounds cost on this machine, see `layerskip.comparison.latency.measure_costs`; by default
                 the checkpoint's. It bears on speed alone, and is taken as it stands: for batches pass one that was
-                measured with as many rows, for long texts one of such a context.
+                measured with as many rows, for long texts one of such a context. The ranks of a tensor parallel model
+                need the same one.
             graphs: compiled rounds that are shared with other engines for the same model; its own by default.
 
         Raises:
-            ValueError: a model that is not supported, a number out of range, options that do not go together, or token
-                ids that the model does not have or that occur twice.
+            ValueError: a model, adapters or quantised weights that are not supported, a number out of range, options
+                that do not go together, or token ids that the model does not have or that occur twice.
             TypeError: `model` is no transformers model, `tokenizer` no tokenizer, a number is no integer, or
                 `draft_token_ids` no tensor.
         """
@@ -94,10 +101,11 @@ class Engine:
             raise TypeError(
                 f"cost_table is a {type(cost_table).__name__}; pass a CostTable, such as CostTable.read makes of JSON."
             )
-        self.model = model
+        self.model = causal_lm_beneath(model)
         self.tokenizer = tokenizer
         layered = self.layered
-        self.metadata = Metadata.of(model.config)
+        check_layers(self.model)
+        self.metadata = Metadata.of(self.model.config)
         ids = None if draft_token_ids is None else check_draft_token_ids(draft_token_ids, layered.vocab_size)
         self._draft_token_ids = ids
         # Sorted once for calls of any draft_vocab_size: the ids in ascending order, and the rank of each.
@@ -149,7 +157,8 @@ class Engine:
             cache: the `cache` of an earlier result of this model, for a conversation: the prompts are the whole
                 conversation so far, and what the cache holds of their beginnings is not processed again.
             return_cache: give the result a `cache`.
-            generator: for `do_sample=True`, in place of torch's global generator; makes the call repeatable.
+            generator: for `do_sample=True`, in place of torch's global generator; makes the call repeatable. The ranks
+                of a tensor parallel model all draw from the first one's.
             logits_processor: further logits processors, each a function of (ids, scores) alone, since it sees drafts as
                 well, in every row as `generate` shows it, padded on the left. One that changes at its first call is
                 refused.
@@ -257,17 +266,6 @@ class Engine:
         ids = 0 if self.draft_token_ids is None else len(self.draft_token_ids)
         return Limits(layered.num_layers, layered.vocab_size, ids)
 
-    def check_is_in_eval_mode(self) -> None:
-        """Checks that no part of the model is in train mode, where its outputs are random.
-
-        Raises:
-            ValueError: it is.
-        """
-        if any(module.training for module in self.model.modules()):
-            raise ValueError(
-                "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
-            )
-
     def drafted_token_ids(self, plan: Plan) -> torch.Tensor | None:
         """Returns the tokens that a plan drafts from, `(ids,)`, ascending; `None` for all of them."""
         if plan.draft_vocab_size is None or self._ranked_ids is None:
@@ -294,7 +292,7 @@ class Engine:
         layered = self.layered
         wishes = {name: arguments.pop(name) for name in NAMES if name in arguments}
         plan = self.plan(strategy, Wishes(**wishes))
-        self.check_is_in_eval_mode()
+        check_ready(self.model)
         # `None` leaves these open, as in `generate`.
         open_if_none = ("max_length", "min_length", "num_beams", "num_return_sequences")
         arguments = {name: value for name, value in arguments.items() if value is not None or name not in open_if_none}

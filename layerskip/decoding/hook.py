@@ -18,6 +18,7 @@ from layerskip.decoding.options import check_supported
 from layerskip.decoding.plan import Wishes
 from layerskip.decoding.statistics import Statistics
 from layerskip.model.dynamic_cache import write_dynamic_cache
+from layerskip.model.readiness import check_ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def self_speculative(
     masks, `inputs_embeds`, a DynamicCache of an earlier call (which is read, not changed: go on with the output's).
     What cannot be done is refused by name: beams, guidance, prompt lookup, `output_attentions`,
     `output_hidden_states`, static and other caches, `use_cache=False`. Finished rows are filled up with the padding
-    token, also where a stopping criterion has ended them.
+    token, also where a stopping criterion has ended them. A PEFT model's `generate` takes it as well, its adapters on.
 
     `generate` keeps some of its arguments to itself. `streamer=`, `tokenizer=`, `assistant_model=` and `synced_gpus=`
     given to it never arrive here and have no effect, except that such a streamer gets the prompt and then nothing, not
@@ -126,7 +127,7 @@ def self_speculative(
             graphs=graphs,
         )
         plan = engine.plan("self_speculative", Wishes())
-        engine.check_is_in_eval_mode()
+        check_ready(model)
         handover = Handover.take(model, *arguments, **keywords)
         check_supported(handover.config)
         layered = engine.layered

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from layerskip.model.layered import LayeredModel
+from layerskip.model.peft_models import causal_lm_beneath
 from layerskip.training.clock import Clock
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.strict import UNKNOWN_KEYS_FAIL
 from layerskip.training.trainable import check_trainable
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -42,7 +44,9 @@ class DropoutSettings:
 
 
 @contextmanager
-def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Clock, seed: int) -> Iterator[None]:
+def layer_dropout(
+    model: PreTrainedModel | PeftModel, settings: DropoutSettings, clock: Clock, seed: int
+) -> Iterator[None]:
     """Drops layers of `model` in train mode while the block runs; in eval mode nothing changes.
 
     The `forward` of each decoder layer object is wrapped, and the wrapper taken off at the end: module names,
@@ -50,7 +54,7 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
     nothing anew. A layer that is skipped for the whole batch leaves its parameters without gradients.
 
     Args:
-        model: any supported causal LM; of a PEFT model its base model.
+        model: any supported causal LM, or a PEFT model around one.
         settings: the rates.
         clock: where training stands.
         seed: of the draws; the same on every rank.
@@ -58,7 +62,7 @@ def layer_dropout(model: PreTrainedModel, settings: DropoutSettings, clock: Cloc
     Raises:
         ValueError: a setting of the model that does not go with it, see `check_trainable`.
     """
-    layered = LayeredModel(model)
+    layered = LayeredModel(causal_lm_beneath(model))
     check_trainable(layered)
     # A layer may carry a forward of its own, as accelerate's hooks put there; it is wrapped and comes back.
     own = [vars(layer).get("forward") for layer in layered.layers]

@@ -12,6 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from layerskip.model.layered import LayeredModel
+from layerskip.model.peft_models import causal_lm_beneath
 from layerskip.training.clock import Clock
 from layerskip.training.exit_loss import IGNORED, LOSSES, Teacher, chunked_token_losses, cross_entropy
 from layerskip.training.exit_settings import ExitSettings
@@ -20,6 +21,7 @@ from layerskip.training.originals import Original, evaluation
 from layerskip.training.trainable import check_trainable
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -44,7 +46,7 @@ class ExitOutput(ModelOutput):
 
 @contextmanager
 def exit_objective(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     settings: ExitSettings,
     clock: Clock,
     *,
@@ -63,11 +65,11 @@ def exit_objective(
     tokens)`, is passed along, the guard's term takes its tokens only, and on a single process a batch without
     any is spared the pass of the original. A call without labels is the model's own.
 
-    The `forward` of the model object is replaced, so that norm and head run inside the call that DDP and FSDP watch;
+    The `forward` of the causal LM is replaced, so that norm and head run inside the call that DDP and FSDP watch;
     it is put back at the end.
 
     Args:
-        model: any supported causal LM; of a PEFT model its base model.
+        model: any supported causal LM, or a PEFT model around one.
         settings: exits, weights, loss.
         clock: where training stands.
         original: the model that training began with; needed where `settings.guard_weight` is above 0.
@@ -78,6 +80,7 @@ def exit_objective(
         ValueError: settings that do not fit the model, a setting of the model that does not go with the loss (see
             `check_trainable`), or a guard without an original.
     """
+    model = causal_lm_beneath(model)
     layered = LayeredModel(model)
     check_trainable(layered)
     settings.layers(layered.num_layers)

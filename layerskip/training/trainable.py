@@ -1,4 +1,4 @@
-"""Settings of a model that generate as ever, but with which training would not be what the recipe says."""
+"""Models that generate as ever, but whose training would not be what the recipe says."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ UNFIT: dict[str, tuple[str, Any]] = {
 
 
 def check_trainable(layered: LayeredModel) -> None:
-    """Checks that nothing in a model's configuration interferes with exit loss and layer dropout.
+    """Checks that nothing in a model's configuration or place interferes with exit loss and layer dropout.
 
     Raises:
-        ValueError: something does; the message says what to set it to.
+        ValueError: something does; the message says what to do.
     """
+    parts = layered.model
+    if len({weight.device for weight in parts.parameters()}) > 1 or any(
+        "_hf_hook" in vars(part) for part in parts.modules()
+    ):
+        raise ValueError(
+            "the model is spread over several devices or offloaded (device_map), where its weights are not trained as "
+            "a whole; load it onto one device, and shard it with FSDP where it is too large."
+        )
     settings = layered.config.to_dict()
     for name, (reason, wanted) in UNFIT.items():
         if settings.get(name):
