@@ -48,7 +48,7 @@ def answer_states(
     for exit_layer in sorted(set(exit_layers)):
         hidden = layered.run(hidden, passed, exit_layer, placement=placement, cache=cache, rotary=rotary)
         passed = exit_layer
-        yield exit_layer, hidden[rows, columns]
+        yield exit_layer, hidden[rows.to(hidden.device), columns.to(hidden.device)]
 
 
 def following(new_tokens: Sequence[list[int]]) -> torch.Tensor:

@@ -226,7 +226,7 @@ def _found(
     for chunk, wanted in zip(states.split(LOGIT_ROWS), follow.split(LOGIT_ROWS), strict=True):
         if not len(chunk):
             continue
-        logits = layered.logits(chunk)
+        logits = layered.logits(chunk).to(layered.device)
         drafted = logits if chosen_from is None else logits[:, chosen_from]
         choices, _ = best_choices(drafted, chosen_from, count=max(TOP))
         yield choices == wanted.unsqueeze(1)

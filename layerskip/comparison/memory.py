@@ -36,7 +36,8 @@ def weight_bytes(arm: Arm) -> int:
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     """Returns the size of what some tensors keep alive: whole storages, each once, of which they may be views."""
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({(str(storage.device), storage.data_ptr()): storage.nbytes() for storage in storages}.values())
+    # Not by address: offloaded weights have none.
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True)

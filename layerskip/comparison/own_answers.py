@@ -179,7 +179,7 @@ def _agreements(
     for chunk, wanted in zip(states.split(LOGIT_ROWS), follow.split(LOGIT_ROWS), strict=True):
         if not len(chunk):
             continue
-        logits = layered.logits(chunk)
+        logits = layered.logits(chunk).to(layered.device)
         for found, ids in zip(flags, vocabularies, strict=True):
             choice = logits.argmax(-1) if ids is None else ids[logits[:, ids].argmax(-1)]
             found.append((choice == wanted).cpu())

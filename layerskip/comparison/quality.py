@@ -142,12 +142,12 @@ def _read_chunk(
     temperature: float,
 ) -> list[torch.Tensor]:
     """Returns matches, choices, losses and acceptances of some tokens, `(layers, tokens)` each, layer L last."""
-    last = layered.logits(states[-1]).float()
+    last = layered.logits(states[-1]).to(layered.device).float()
     wanted = (last / temperature).softmax(-1)
     wanted = wanted if ids is None else wanted[:, ids]
     found = []
     for state in states:
-        logits = last if state is states[-1] else layered.logits(state).float()
+        logits = last if state is states[-1] else layered.logits(state).to(layered.device).float()
         drafted = logits if ids is None else logits[:, ids]
         draft = drafted.argmax(-1) if ids is None else ids[drafted.argmax(-1)]
         overlap = torch.minimum(wanted, (drafted / temperature).softmax(-1)).sum(-1)

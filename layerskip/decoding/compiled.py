@@ -82,8 +82,13 @@ class CompiledRounds:
         """Compiles nothing yet.
 
         Raises:
-            ValueError: a head of which no rows can be taken for drafts.
+            ValueError: a model that is spread or offloaded, or a head of which no rows can be taken for drafts.
         """
+        if any("_hf_hook" in vars(module) for module in model.model.modules()):
+            raise ValueError(
+                "compile=True does not go with a model that accelerate has spread over devices or offloaded "
+                "(device_map), whose modules move what they are given; leave one of them out."
+            )
         self.model = model
         self.settings = settings
         self.device = model.device

@@ -7,8 +7,10 @@ thousand frequent tokens; verification multiplies with the whole head, so that t
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,8 @@ KEY = "draft_token_ids"
 @dataclass(frozen=True)
 class DraftHead:
     """The model's final norm and a part of its head, made once for a generation call.
+
+    The head is not called as a module: forward hooks on it see verification alone, whose word is what counts.
 
     Attributes:
         layered: the model; its norm, and what follows its head, are used as they are.
@@ -54,18 +58,25 @@ class DraftHead:
             ValueError: the head is no plain floating-point matrix, of which rows can be taken.
         """
         head = layered.head
-        wanted = (layered.vocab_size, layered.config.hidden_size)
+        wanted = (layered.vocab_size, layered.embedding.embedding_dim)
         # A subclass of either computes in its own way: quantised, sharded, or with adapters beside the weight.
-        is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+        is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not _has_own_forward(head)
         if not is_plain or not head.weight.is_floating_point() or tuple(head.weight.shape) != wanted:
             raise ValueError(
                 f"draft_vocab_size={len(token_ids)} takes rows of a head with a plain floating-point weight of shape "
                 f"{wanted}, but the model's head is {_describe(head)}; draft with the full head: "
                 f"draft_vocab_size={layered.vocab_size}."
             )
-        ids = token_ids.to(head.weight.device)
-        bias = None if head.bias is None else head.bias.detach()[ids]
-        return cls(layered, ids, head.weight.detach()[ids], bias)
+        loaded: AbstractContextManager[None] = nullcontext()
+        if head.weight.is_meta:
+            # accelerate has offloaded the head, and brings it back while its rows are copied.
+            from accelerate.utils import align_module_device
+
+            loaded = align_module_device(head)
+        with loaded:
+            ids = token_ids.to(head.weight.device)
+            bias = None if head.bias is None else head.bias.detach()[ids]
+            return cls(layered, ids, head.weight.detach()[ids], bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits of `token_ids`: what `LayeredModel.logits` gives, for these tokens alone.
@@ -76,7 +87,7 @@ class DraftHead:
         Returns:
             `(..., ids)`, in the model's type.
         """
-        normed = self.layered.norm(hidden).to(self.weight.device)
+        normed = self.layered.normed(hidden).to(self.weight.device)
         logits = nn.functional.linear(normed, self.weight, self.bias)
         return self.layered.family.finish_logits(logits, self.layered.config)
 
@@ -156,9 +167,16 @@ def check_draft_token_ids(ids: torch.Tensor, vocab_size: int | None = None, name
     return ids
 
 
+def _has_own_forward(head: nn.Linear) -> bool:
+    """Whether a head's `forward` was replaced, other than by accelerate, which keeps it and moves tensors around it."""
+    return bool(vars(head).get("_old_forward", head.forward) != MethodType(nn.Linear.forward, head))
+
+
 def _describe(head: nn.Module) -> str:
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     if type(head) is not nn.Linear:
         return f"a {kind}"
+    if _has_own_forward(head):
+        return f"a {kind} with a forward of its own"
     weight = head.weight
     return f"a {kind} whose weight is a {type(weight).__name__} of {weight.dtype} and shape {tuple(weight.shape)}"

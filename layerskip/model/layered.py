@@ -152,7 +152,9 @@ class LayeredModel:
         def tables(*layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
             # A dynamic table that an earlier, longer call stretched is reset by a short one, as a prefill would.
             rotary(like, positions[:, :1], *layer_type)
-            return rotary(like, positions, *layer_type)
+            cos, sin = rotary(like, positions, *layer_type)
+            # Where placements are; accelerate often puts the module on the last device.
+            return cos.to(self.device), sin.to(self.device)
 
         if self.family.rotary_by_layer_type:
             return RotaryTables({kind: tables(kind) for kind in set(self.layer_types)})
@@ -177,7 +179,7 @@ class LayeredModel:
         hidden: torch.Tensor = self.project_in(self.family.scale_embedding(embedded, self.config))
         if self.position_embedding is None:
             return hidden
-        return hidden + self.family.embed_positions(self.position_embedding, positions)
+        return hidden + self.family.embed_positions(self.position_embedding, positions).to(hidden.device)
 
     def run(
         self,
