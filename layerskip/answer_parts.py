@@ -1,0 +1,134 @@
+"""A .jsonl file of answers that several ranks make: each adds to a part of its own, and in the end parts are merged.
+
+As long as answers are missing, the folder OUTPUT.parts stands beside the file OUTPUT. In it settings.json says what the
+run was begun with, and the lines of rank-R.jsonl are {"index", "answer"}, with the index of the prompt from 0. Whatever
+a rank has written there stays when it or another one fails, and any number of ranks can go on from it. OUTPUT itself
+appears whole, in the order of the prompts, and the folder goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layerskip.files import add_lines, drop_unfinished_line, whole_lines, write_text
+from layerskip.prompt_file import Prompt, json_rows
+
+# By the index of their prompt.
+Answers = dict[int, dict[str, Any]]
+
+
+class AnswerParts:
+    """The parts of a file of answers.
+
+    Attributes:
+        output: the file.
+        folder: where the parts are until all prompts are answered.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.folder = output.with_name(f"{output.name}.parts")
+        self._settings = self.folder / "settings.json"
+
+    def check_place(self, prompts: Sequence[Prompt], *, resume: bool) -> None:
+        """Checks that answers can be written here.
+
+        Args:
+            prompts: what is to be answered.
+            resume: whether what an earlier run has left may be gone on with.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+            ValueError: a file of another kind or in a folder that cannot be written into, without `resume` answers or
+                parts that are there already, with it a file that does not hold the answers to just these prompts.
+        """
+        if self.output.suffix.lower() != ".jsonl":
+            raise ValueError(f"--output {self.output} ends with {self.output.suffix!r}; allowed is .jsonl.")
+        if not os.access(self.output.parent, os.W_OK):
+            raise ValueError(
+                f"--output {self.output}: the folder {self.output.parent} is not there or cannot be written into; make "
+                "it first, or choose another file."
+            )
+        for path, is_there, what in (
+            (self.output, self.output.exists(), "is there already"),
+            (self.folder, bool(self._parts()), "holds answers of an interrupted run"),
+        ):
+            if is_there and not resume:
+                raise ValueError(f"--output: {path} {what}; go on with --resume, or choose another file.")
+        if self.output.exists() and [row.get("prompt") for row in self._finished()] != list(prompts):
+            raise ValueError(f"--output {self.output} holds something else than answers to --prompts; choose another.")
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Checks that the run whose parts are there, if any are, was begun with these settings, perhaps among others.
+
+        Raises:
+            OSError: there are parts, but not what they were begun with.
+            ValueError: it was begun with others; the message names them.
+        """
+        if not self._parts():
+            return
+        stored = json.loads(self._settings.read_text(encoding="utf-8"))
+        changed = [name for name, value in settings.items() if stored.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"--output: {self.folder} holds answers of a run with other settings ({', '.join(changed)} differ); go "
+                "on with those it was begun with, or choose another file."
+            )
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Makes the folder where it is missing, and the parts in it ready to be added to; for one rank, before others
+        add anything."""
+        self.folder.mkdir(exist_ok=True)
+        write_text(self._settings, json.dumps(settings, indent=2) + "\n")
+        for part in self._parts():
+            drop_unfinished_line(part)
+
+    def add(self, rank: int, answers: Answers) -> None:
+        """Adds answers to the part of a rank."""
+        lines = [{"index": index, "answer": answer} for index, answer in answers.items()]
+        add_lines(self.folder / f"rank-{rank}.jsonl", [json.dumps(line, ensure_ascii=False) for line in lines])
+
+    def answers(self) -> Answers:
+        """Returns what is there: all that ranks of this run and of earlier ones have written.
+
+        Raises:
+            OSError: a part cannot be read.
+            ValueError: a line that no rank has written; it names file and line.
+        """
+        found = dict(enumerate(self._finished()))
+        for part in self._parts():
+            for where, line in json_rows(whole_lines(part), str(part)):
+                if set(line) != {"index", "answer"}:
+                    raise ValueError(f"{where} is no answer of this program; remove it, or choose another --output.")
+                found[line["index"]] = line["answer"]
+        return found
+
+    def merge(self, number: int) -> Answers:
+        """Writes the file and removes the parts; for one rank, when all have added what they had to.
+
+        Args:
+            number: of the prompts, each of which has been answered.
+
+        Returns:
+            All answers.
+        """
+        answers = self.answers()
+        lines = [json.dumps(answers[index], ensure_ascii=False) + "\n" for index in range(number)]
+        write_text(self.output, "".join(lines))
+        # Settings go last, so that parts are never without them.
+        for part in self._parts():
+            part.unlink()
+        shutil.rmtree(self.folder)
+        return answers
+
+    def _finished(self) -> list[dict[str, Any]]:
+        """Returns the rows of the file, none where there is no file."""
+        return [row for _, row in json_rows(whole_lines(self.output), f"--output {self.output}")]
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("rank-*.jsonl"))
