@@ -211,14 +211,14 @@ def test_stream_of_more_than_one_prompt(model: PreTrainedModel, prompts: torch.T
 
 @BOTH
 @pytest.mark.parametrize("strategy", ["self_speculative", "autoregressive", "early_exit"])
-@pytest.mark.parametrize(("prompt_tokens", "max_new_tokens"), [(10, 7), (16, 1), (17, 1), (1, 100)])
-def test_more_tokens_than_learned_positions(call: Call, strategy: str, prompt_tokens: int, max_new_tokens: int) -> None:
+def test_more_tokens_than_learned_positions(call: Call, strategy: str) -> None:
     model = kit.build(kit.gpt2_config(n_positions=16))
-    prompt = torch.ones(1, prompt_tokens, dtype=torch.long)
     engine = Engine(model, exit_layer=2)
-    total = prompt_tokens + max_new_tokens
-    with refused(model, ValueError, f"prompt + max_new_tokens = {total} tokens", "16 positions", "shorten the prompt"):
-        call(engine, prompt, max_new_tokens=max_new_tokens, strategy=strategy)
+    for prompt_tokens, max_new_tokens in [(10, 7), (16, 1), (17, 1), (1, 100)]:
+        prompt = torch.ones(1, prompt_tokens, dtype=torch.long)
+        total = f"prompt + max_new_tokens = {prompt_tokens + max_new_tokens} tokens"
+        with refused(model, ValueError, total, "16 positions", "shorten the prompt"):
+            call(engine, prompt, max_new_tokens=max_new_tokens, strategy=strategy)
     result = Engine(model, exit_layer=2).generate(kit.prompt_tensor(), max_new_tokens=6)
     assert torch.equal(result.sequences, kit.reference(model, kit.prompt_tensor(), 6))
 

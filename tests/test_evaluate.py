@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,14 @@ class Runner:
 
     def status(self, program: str, *arguments: Any) -> int:
         self.monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+        # A program that collects garbage goes through its own objects alone, as in a process of its own.
+        gc.freeze()
         try:
             runpy.run_path(str(PROGRAMS / program), run_name="__main__")
         except SystemExit as stop:
             return int(stop.code or 0)
+        finally:
+            gc.unfreeze()
         return 0
 
     def __call__(self, program: str, *arguments: Any) -> tuple[dict[str, Any], str]:
@@ -82,6 +88,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@cache
 def own_tokens(prompt: str) -> list[int]:
     tokens = kit.without_cache(kit.mixed(), [int(word[1:]) for word in prompt.split()], BUDGET)
     return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens

@@ -204,28 +204,26 @@ def test_an_interrupted_text_reports_the_windows_it_has_read(
     assert (made["windows"], made["tokens"]) == (2, 7 + 4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--max-new-tokens", 3], "line 1 of {path} has max_new_tokens 12, and this run 3"),
-        (["--dtype", "bfloat16"], "line 1 of {path} has dtype 'float32', and this run 'bfloat16'"),
-        (["--instruction", "w9"], "has prompt"),
-        (["--answer-pattern", "w9+"], "has extracted"),
-        (["--rows", 2], "answers question 3, and this run asks 2"),
-        (["--last-rows", 3], "has prompt"),
-    ],
-)
-def test_answers_with_other_settings_are_not_gone_on_from(
-    checkpoint: str, changes: list[Any], message: str, tmp_path: Path, evaluate: Runner
-) -> None:
+OTHER_SETTINGS = [
+    (["--max-new-tokens", 3], "line 1 of {path} has max_new_tokens 12, and this run 3"),
+    (["--dtype", "bfloat16"], "line 1 of {path} has dtype 'float32', and this run 'bfloat16'"),
+    (["--instruction", "w9"], "has prompt"),
+    (["--answer-pattern", "w9+"], "has extracted"),
+    (["--rows", 2], "answers question 3, and this run asks 2"),
+    (["--last-rows", 3], "has prompt"),
+]
+
+
+def test_answers_with_other_settings_are_not_gone_on_from(checkpoint: str, tmp_path: Path, evaluate: Runner) -> None:
     answers = tmp_path / "answers.jsonl"
     options = ["--model", checkpoint, "--questions", own(tmp_path, 3), "--answers", answers, "--resume"]
-    evaluate("evaluate.py", *options, "--max-new-tokens", BUDGET)
+    options += ["--max-new-tokens", BUDGET]
+    evaluate("evaluate.py", *options)
     before = answers.read_bytes()
-    given = changes if "--max-new-tokens" in changes else ["--max-new-tokens", BUDGET, *changes]
-    assert evaluate.status("evaluate.py", *options, *given) == 2
-    assert message.format(path=answers) in evaluate.capsys.readouterr().err
-    assert answers.read_bytes() == before
+    for changes, message in OTHER_SETTINGS:
+        assert evaluate.status("evaluate.py", *options, *changes) == 2
+        assert message.format(path=answers) in evaluate.capsys.readouterr().err
+        assert answers.read_bytes() == before
 
 
 def test_answers_of_another_arm_are_not_gone_on_from(checkpoint: str, tmp_path: Path, evaluate: Runner) -> None:

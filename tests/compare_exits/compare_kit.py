@@ -10,6 +10,8 @@ from tests.test_evaluate import BUDGET
 
 PROGRAM = "compare_exits.py"
 FILES = ["answers.jsonl", "costs.json", "exits.csv", "exits.json", "settings.json", "timings.jsonl"]
+# For tests that look at no figures: short answers, and one prompt that is run for real.
+SHORT = ["--max-new-tokens", 6, "--run-rows", 1]
 PICTURES = ["decided.png", "heatmap.png", "predicted.png", "quality.png", "tokens.png"]
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from PIL import Image
 
 from tests import kit
-from tests.compare_exits.compare_kit import FILES, PICTURES, PROGRAM, arguments, edit, written
+from tests.compare_exits.compare_kit import FILES, PICTURES, PROGRAM, SHORT, arguments, edit, written
 from tests.comparison.test_compare import (
     CATEGORIES,
     EXITS,
@@ -53,6 +54,7 @@ def done(untrained: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactor
     return Done(output, written(output / "exits.json"), shown.getvalue(), error.getvalue())
 
 
+@cache
 def own_readings() -> list[list[torch.Tensor]]:
     """For each of MIX's answers logits behind all its tokens but the last: of its first 1, 2, 3 layers, and all."""
     models = [kit.truncated(kit.mixed(), layers) for layers in EXITS] + [kit.mixed()]
@@ -140,7 +142,7 @@ def test_bars_show_the_progress(done: Done, bar: str) -> None:
 
 
 def test_prompts_are_chosen_from_all_categories(untrained: Path, prompts: Path, tmp_path: Path, known: Runner) -> None:
-    known(*arguments(untrained, prompts, tmp_path / "exits", "--rows", 3))
+    known(*arguments(untrained, prompts, tmp_path / "exits", "--rows", 3, *SHORT))
     found = written(tmp_path / "exits" / "exits.json")
     assert (found["answered"], list(found["quality"])) == (3, ["all", "a", "b"])
 
@@ -152,13 +154,13 @@ def test_exits_are_those_that_were_trained_unless_told_otherwise(
     compared = {}
     for wanted in (None, "2", "all"):
         more = [] if wanted is None else ["--exit-layers", wanted]
-        known(*arguments(model, prompts, tmp_path / str(wanted), *more))
+        known(*arguments(model, prompts, tmp_path / str(wanted), *SHORT, *more))
         compared[wanted] = written(tmp_path / str(wanted) / "exits.json")["exit_layers"]
     assert compared == {None: [1, 3], "2": [2], "all": [1, 2, 3]}
 
 
 def test_strings_go_through_the_chat_template(model: Path, prompts: Path, tmp_path: Path, known: Runner) -> None:
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    known(*arguments(model, prompts, tmp_path / "exits"))
+    known(*arguments(model, prompts, tmp_path / "exits", *SHORT))
     rows = [json.loads(line) for line in (tmp_path / "exits" / "answers.jsonl").read_text().splitlines()]
     assert {row["index"]: row["prompt_ids"] for row in rows}[0] == [7, 44, 3, 8]

@@ -16,7 +16,7 @@ import layerskip
 from layerskip.decoding.plan import Wishes
 from layerskip.model.draft_head import write_draft_token_ids
 from tests import kit
-from tests.compare_exits.compare_kit import arguments, edit, written
+from tests.compare_exits.compare_kit import SHORT, arguments, edit, written
 from tests.comparison.test_compare import (
     COSTS,
     know_times,
@@ -64,7 +64,7 @@ def test_where_no_exit_pays_that_is_told_and_saved_and_generation_is_autoregress
 ) -> None:
     know_times(monkeypatch, E1γ1=0.5, E1γ2=0.75, E1γ3=0.5)
     edit(model, layerskip={"format": 1, **metadata})
-    closing, shown = known(*arguments(model, prompts, tmp_path / "exits", "--exit-layers", 1, "--save"))
+    closing, shown = known(*arguments(model, prompts, tmp_path / "exits", *SHORT, "--exit-layers", 1, "--save"))
     assert (closing["exit_layer"], closing["num_draft_tokens"]) == (None, None)
     assert advice in shown
     assert all(each["measured"] < 1 for each in written(tmp_path / "exits" / "exits.json")["measured"])
@@ -77,7 +77,7 @@ def test_saving_changes_the_metadata_alone(model: Path, prompts: Path, tmp_path:
     edit(model, layerskip={"format": 1, "exit_layers": [1, 2], "recipe": {"seed": 3}}, last=1)
     before = written(model / "config.json")
     files = {file.name: file.read_bytes() for file in model.iterdir()}
-    known(*arguments(model, prompts, tmp_path / "exits", "--save"))
+    known(*arguments(model, prompts, tmp_path / "exits", *SHORT, "--save"))
     after = written(model / "config.json")
     assert list(after) == list(before)
     changed = {**before, "layerskip": after["layerskip"]}
@@ -90,7 +90,7 @@ def test_saving_changes_the_metadata_alone(model: Path, prompts: Path, tmp_path:
 
 def test_without_save_the_checkpoint_stays(model: Path, prompts: Path, tmp_path: Path, known: Runner) -> None:
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    _, shown = known(*arguments(model, prompts, tmp_path / "exits"))
+    _, shown = known(*arguments(model, prompts, tmp_path / "exits", *SHORT))
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
     assert "stand in" not in shown
 
@@ -110,7 +110,7 @@ def test_the_draft_vocabulary_that_was_measured_is_the_one_that_load_uses(
     write_draft_token_ids(model, torch.arange(90, 50, -1))
     wanted = 30 if size is None else size
     more = [] if size is None else ["--draft-vocab-size", size]
-    known(*arguments(model, prompts, tmp_path / "exits", "--exit-layers", 1, "--save", *more))
+    known(*arguments(model, prompts, tmp_path / "exits", *SHORT, "--exit-layers", 1, "--save", *more))
     assert written(model / "config.json")["layerskip"]["draft_vocab_size"] == wanted
     engine = layerskip.load(model)
     plan = engine.plan("self_speculative", Wishes())

@@ -89,7 +89,7 @@ def test_answers_end_at_eos_where_that_is_asked_for(label: str) -> None:
 @pytest.mark.parametrize("label", WAYS)
 def test_every_way_can_draw_tokens(label: str) -> None:
     arm = WAYS[label](kit.mixed(), temperature=1.5)
-    assert len({tuple(arm.generate(BATCH, 8).token_ids[0]) for _ in range(10)}) > 1
+    assert len({tuple(arm.generate(BATCH, 8).token_ids[0]) for _ in range(4)}) > 1
 
 
 @pytest.mark.parametrize("label", ["autoregressive", "hf_generate", "self_speculative E=2 γ=3"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from layerskip import Engine
 from layerskip.comparison.arms import Arm, Run
@@ -38,26 +39,18 @@ def checkpoint() -> CheckpointRun:
     return run_of()
 
 
-def answer(prompt: str) -> list[int]:
-    return kit.without_cache(kit.mixed(), [int(word[1:]) for word in prompt.split()], 8)
-
-
 def test_the_cell_follows_from_the_costs_and_the_models_own_answers(checkpoint: CheckpointRun) -> None:
     found = checkpoint.measure_costs()
     table = CostTable.read(found["cost_table"], "the findings")
     assert (table.exit_layers, table.max_num_draft_tokens, table.measured_on["context"]) == ((1, 2), 3, 3)
-    exits = {layer: kit.truncated(kit.mixed(), layer) for layer in (1, 2)}
-    matches = {
-        layer: [
-            [
-                kit.without_cache(short, [int(word[1:]) for word in prompt.split()] + answer(prompt)[:place], 1)
-                == answer(prompt)[place : place + 1]
-                for place in range(1, 8)
-            ]
-            for prompt in PROMPTS
-        ]
-        for layer, short in exits.items()
-    }
+    model = kit.mixed()
+    matches: dict[int, list[list[bool]]] = {1: [], 2: []}
+    for prompt in PROMPTS:
+        ids = [int(word[1:]) for word in prompt.split()]
+        tokens = kit.without_cache(model, ids, 8)
+        for layer, rows in matches.items():
+            choices = kit.truncated(model, layer)(torch.tensor([ids + tokens])).logits[0, len(ids) : -1].argmax(-1)
+            rows.append((choices == torch.tensor(tokens[1:])).tolist())
     assert found["agreement"] == {layer: sum(map(sum, rows)) / 14 for layer, rows in matches.items()}
     best = max(predict(matches, table, 8), key=lambda cell: cell.predicted)
     assert (found["best_cell"]["exit_layer"], found["best_cell"]["num_draft_tokens"]) == best.place

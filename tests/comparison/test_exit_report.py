@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from layerskip.comparison import plots
 from layerskip.comparison.exit_comparison import CSV_HEADER, ExitComparison
 from layerskip.comparison.exit_report import categories_table, draw, exits_table, measured_table, write_report
 from layerskip.comparison.plots import MAX_TOKENS
@@ -76,7 +77,8 @@ def test_a_category_of_answers_without_drafts_can_be_drawn(tmp_path: Path) -> No
     assert "decided.png" in drawn(tmp_path, found)
 
 
-def test_the_beginning_of_a_long_answer_is_drawn(tmp_path: Path) -> None:
+def test_the_beginning_of_a_long_answer_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "write_figure", lambda figure, path: None)
     long = list(range(10, 12 + MAX_TOKENS))
     found = replace(FOUND, answers={0: read(0, [], [], []), 1: read(1, long, long, long)})
     decoded: list[int] = []

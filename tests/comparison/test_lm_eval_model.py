@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip import Engine
+from layerskip.comparison import lm_eval_model
 from layerskip.comparison.lm_eval_model import LayerSkipLM
 from tests import kit
 
@@ -165,9 +168,8 @@ def test_continuations_that_cannot_be_read_are_named() -> None:
 # Texts
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(("family", "batch_size"), [("llama", 1), ("llama", 3), ("gemma2", 3), ("gpt2", 3)])
 def test_texts_are_those_of_lm_evals_own_class(family: str, strategy: str, batch_size: int) -> None:
     mine, reference = pair(family, strategy, batch_size=batch_size)
     asked = requests("generate_until", [(context, GREEDY) for context in CONTEXTS if context])
@@ -230,7 +232,7 @@ def test_sampled_texts_follow_the_seed() -> None:
         return mine.generate_until(asked, disable_tqdm=True)[0]
 
     assert text(0) == text(0)
-    assert len({text(seed) for seed in range(6)}) > 1
+    assert len({text(seed) for seed in range(3)}) > 1
 
 
 @pytest.mark.parametrize("name", ["stop", "strategy", "max_length", "presence_penalty"])
@@ -304,31 +306,21 @@ def test_importing_the_module_registers_the_model_beside_lm_evals_own() -> None:
     assert get_model("hf") is HFLM
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-
-
-def test_the_library_does_not_load_lm_eval_and_the_module_says_what_to_install() -> None:
-    run = run_python(
-        "-c",
-        "import layerskip, layerskip.comparison, sys; print('lm_eval' in sys.modules); sys.modules['lm_eval'] = None; "
-        "import layerskip.comparison.lm_eval_model",
-    )
-    assert run.stdout.split() == ["False"]
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ")
-    assert 'pip install "layerskip[eval]"' in last
+def test_without_lm_eval_the_module_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "layerskip\[eval\]"'):
+        runpy.run_path(lm_eval_model.__file__)
 
 
 # Whole runs on local tasks
 
 CHOICES = ["w9", "w10 w11", "w12"]
-QUESTIONS = [[44, 3], [1, 5, 9], [2], [60, 61], [7, 52, 18], [33], [80, 4], [21, 22, 23]]
+QUESTIONS = [(44, 3), (1, 5, 9), (2,), (60, 61), (7, 52, 18), (33,), (80, 4), (21, 22, 23)]
 ROWS = [{"question": " ".join(f"w{token}" for token in ids), "gold": place % 3} for place, ids in enumerate(QUESTIONS)]
 
 
+@cache
 def whole_and_exit() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model whose exit hardly ever agrees with it, and what the exit is."""
     model = kit.l4(eos_token_id=EOS)
@@ -343,9 +335,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def last_word(model: PreTrainedModel, ids: list[int]) -> str | None:
+@cache
+def last_word(model: PreTrainedModel, ids: tuple[int, ...]) -> str | None:
     """Returns the last word of a greedy text; EOS, which may end it, is none."""
-    tokens = kit.without_cache(model, ids, BUDGET)
+    tokens = kit.without_cache(model, list(ids), BUDGET)
     kept = tokens[: tokens.index(EOS)] if EOS in tokens else tokens
     return f"w{kept[-1]}" if kept else None
 
@@ -398,7 +391,7 @@ def accuracy_by_hand(model: PreTrainedModel) -> float:
         scores = []
         for choice in CHOICES:
             wanted = [int(word[1:]) for word in choice.split()]
-            log_probs = model(torch.tensor([ids + wanted])).logits[0].log_softmax(-1)
+            log_probs = model(torch.tensor([[*ids, *wanted]])).logits[0].log_softmax(-1)
             scores.append(sum(float(log_probs[len(ids) - 1 + place, token]) for place, token in enumerate(wanted)))
         right.append(scores.index(max(scores)) == row["gold"])
     return sum(right) / len(right)
@@ -416,6 +409,8 @@ def test_whole_runs_give_what_is_computed_by_hand(
 ) -> None:
     # Loading is counted on the net otherwise.
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    # A list of the packages that are installed.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     arguments = {"pretrained": checkpoint, "strategy": strategy, **STRATEGIES[strategy], "dtype": "float32"}
     found = simple_evaluate(
         model="layerskip",
@@ -444,14 +439,29 @@ def test_an_exit_does_not_do_on_these_tasks_as_the_last_layer_does(tasks: Path) 
     assert share_by_hand(whole, tasks) != share_by_hand(short, tasks)
 
 
+# As `python -m` runs it, but that lm-eval neither reads its own 14,000 tasks nor lists the packages that are installed.
+COMMAND = """
+import functools, lm_eval.evaluator, lm_eval.tasks, runpy
+lm_eval.evaluator.add_env_info = lambda results: None
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+runpy.run_module("layerskip.comparison.lm_eval_model", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_the_command_line_is_lm_evals_own_with_the_model(checkpoint: str, tasks: Path, tmp_path: Path) -> None:
-    run = run_python(
-        *("-m", "layerskip.comparison.lm_eval_model", "run", "--model", "layerskip"),
+    arguments = [
+        *("run", "--model", "layerskip"),
         *("--model_args", f"pretrained={checkpoint},strategy=early_exit,exit_layer={EXIT},dtype=float32,device=cpu"),
         *("--tasks", "tiny_choices", "--include_path", str(tasks), "--batch_size", "2"),
         *("--output_path", str(tmp_path)),
-        HF_HUB_OFFLINE="1",
-        HF_DATASETS_OFFLINE="1",
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **offline},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     (path,) = tmp_path.rglob("results_*.json")

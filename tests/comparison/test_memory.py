@@ -109,9 +109,7 @@ def test_transformers_cuts_sliding_layers_to_their_window_and_the_shared_cache_d
     assert sizes.dynamic == (full * tokens + sliding * 6) * slot
 
 
-@pytest.mark.parametrize(
-    ("context", "message"), [([1], "context has 1 tokens"), ([1] * 64, "has only 64 positions")]
-)
+@pytest.mark.parametrize(("context", "message"), [([1], "context has 1 tokens"), ([1] * 64, "has only 64 positions")])
 def test_a_text_that_no_cache_can_hold_a_step_of_is_refused(context: list[int], message: str) -> None:
     model = kit.build(kit.gpt2_config())
     with kit.counted_layers(model) as counts, pytest.raises(ValueError, match=message):

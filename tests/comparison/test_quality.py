@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,13 @@ EOS = 35
 SOME_IDS = torch.arange(1, kit.VOCAB, 3)
 
 
+@cache
+def mixed(family: str = "llama") -> PreTrainedModel:
+    """Returns a model of which exits are right in part, and which ends its answers."""
+    return kit.scale_late_layers(kit.build(kit.CONFIGS[family](eos_token_id=EOS)), 0.3)
+
+
+@cache
 def own(model: PreTrainedModel) -> list[list[int]]:
     """Returns the model's own answers to the prompts, in their order."""
     texts = [" ".join(f"w{token}" for token in prompt) for prompt in PROMPTS]
@@ -50,12 +58,19 @@ def stock_logits(model: PreTrainedModel, prompt: list[int], new: list[int]) -> d
     return {layer: values[0, len(prompt) :].double() for layer, values in logits.items()}
 
 
+@cache
+def shortened(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+    """Returns models that end at the exits, and after the last layer."""
+    return {layer: kit.truncated(model, layer) for layer in LAYERS}
+
+
 @torch.no_grad()
 def truncated_logits(model: PreTrainedModel, prompt: list[int], new: list[int]) -> dict[int, torch.Tensor]:
     """Returns the same from models that end at the exit."""
     ids = torch.tensor([prompt + new[:-1]])
     return {
-        layer: kit.truncated(model, layer)(ids, use_cache=False).logits[0, len(prompt) :].double() for layer in LAYERS
+        layer: short(ids, use_cache=False).logits[0, len(prompt) :].double()
+        for layer, short in shortened(model).items()
     }
 
 
@@ -115,7 +130,7 @@ def check(found: list[ExitQuality], expected: dict[int, tuple[int, float, float,
 def test_figures_equal_those_of_the_stock_models_hidden_states(
     family: str, temperature: float, ids: torch.Tensor | None
 ) -> None:
-    model = kit.scale_late_layers(kit.build(kit.CONFIGS[family](eos_token_id=EOS)), 0.3)
+    model = mixed(family)
     answers = own(model)
     readings = read(model, answers, temperature=temperature, draft_token_ids=ids)
     found = exit_quality(readings, EXITS, kit.NUM_LAYERS)
@@ -127,7 +142,7 @@ def test_figures_equal_those_of_the_stock_models_hidden_states(
 
 @pytest.mark.parametrize("family", kit.CONFIGS)
 def test_figures_equal_those_of_models_that_end_at_the_exits(family: str) -> None:
-    model = kit.build(kit.CONFIGS[family](eos_token_id=EOS))
+    model = mixed(family)
     answers = own(model)
     found = exit_quality(read(model, answers), EXITS, kit.NUM_LAYERS)
     check(found, by_hand(model, answers, logits_of=truncated_logits))
@@ -135,7 +150,7 @@ def test_figures_equal_those_of_models_that_end_at_the_exits(family: str) -> Non
 
 def test_a_wrong_temperature_or_a_wrong_norm_of_p_or_q_would_be_noticed() -> None:
     """A negative control of the tolerance above."""
-    model = kit.mixed()
+    model = mixed()
     answers = own(model)
     right = by_hand(model, answers, 1.0, SOME_IDS)[2][3]
     at_another_temperature = by_hand(model, answers, 1.1, SOME_IDS)[2][3]
@@ -150,24 +165,24 @@ def test_a_wrong_temperature_or_a_wrong_norm_of_p_or_q_would_be_noticed() -> Non
     assert abs(float(hot / cold) - 1) > 1e-3
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_an_exit_that_equals_the_model_has_its_figures(temperature: float) -> None:
+def test_an_exit_that_equals_the_model_has_its_figures() -> None:
     model = kit.identical()
-    _, exit_two, _, last = exit_quality(read(model, own(model), temperature=temperature), EXITS, kit.NUM_LAYERS)
-    assert (exit_two.exit_layer, exit_two.agreement) == (2, 1.0)
-    assert exit_two.expected_acceptance == pytest.approx(1, abs=1e-6)
-    assert exit_two.perplexity == pytest.approx(last.perplexity, rel=1e-6)
+    for temperature in (0.5, 1.0, 3.0):
+        _, exit_two, _, last = exit_quality(read(model, own(model), temperature=temperature), EXITS, kit.NUM_LAYERS)
+        assert (exit_two.exit_layer, exit_two.agreement) == (2, 1.0)
+        assert exit_two.expected_acceptance == pytest.approx(1, abs=1e-6)
+        assert exit_two.perplexity == pytest.approx(last.perplexity, rel=1e-6)
 
 
 def test_the_last_layer_agrees_with_itself_whatever_is_drafted_from() -> None:
-    model = kit.mixed()
+    model = mixed()
     last = exit_quality(read(model, own(model), draft_token_ids=SOME_IDS), EXITS, kit.NUM_LAYERS)[-1]
     assert (last.exit_layer, last.agreement, last.expected_acceptance) == (kit.NUM_LAYERS, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("ids", [None, SOME_IDS], ids=["all ids", "some ids"])
 def test_matches_are_of_drafts_and_choices_of_the_whole_head(ids: torch.Tensor | None) -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     for prompt, new, reading in zip(PROMPTS, answers, read(model, answers, draft_token_ids=ids), strict=True):
         logits = stock_logits(model, prompt, new)
@@ -180,7 +195,7 @@ def test_matches_are_of_drafts_and_choices_of_the_whole_head(ids: torch.Tensor |
 
 
 def test_spans_of_places_are_read_on_their_own() -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     assert SPAN < max(map(len, answers)) - 1 <= 2 * SPAN and min(map(len, answers)) - 1 < SPAN
     found = exit_quality(read(model, answers), EXITS, kit.NUM_LAYERS)
@@ -194,7 +209,7 @@ def test_spans_of_places_are_read_on_their_own() -> None:
 
 
 def test_tokens_of_spans_add_up_to_all_but_the_first_of_every_answer() -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     for quality in exit_quality(read(model, answers), EXITS, kit.NUM_LAYERS):
         assert quality.tokens == sum(len(tokens) - 1 for tokens in answers)
@@ -202,7 +217,7 @@ def test_tokens_of_spans_add_up_to_all_but_the_first_of_every_answer() -> None:
 
 
 def test_chunks_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     whole = read(model, answers, draft_token_ids=SOME_IDS)
     monkeypatch.setattr("layerskip.comparison.quality.LOGIT_ROWS", 5)
@@ -219,7 +234,7 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_row_reads_alike_alone_and_in_a_batch() -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     [alone] = read_answers(LayeredModel(model), PROMPTS[1:2], answers[1:2], EXITS)
     together = read(model, answers)[1]
@@ -229,7 +244,7 @@ def test_a_row_reads_alike_alone_and_in_a_batch() -> None:
 
 
 def test_every_layer_runs_once_over_each_token() -> None:
-    model = kit.mixed()
+    model = mixed()
     tokens = own(model)[:1]
     with kit.counted_layers(model) as counts:
         read(model, tokens)
@@ -238,7 +253,7 @@ def test_every_layer_runs_once_over_each_token() -> None:
 
 
 def test_rows_that_are_filled_up_pass_the_layers_together() -> None:
-    model = kit.mixed(eos_token_id=EOS)
+    model = mixed()
     answers = own(model)
     with kit.counted_layers(model) as counts:
         read(model, answers)
@@ -247,7 +262,7 @@ def test_rows_that_are_filled_up_pass_the_layers_together() -> None:
 
 
 def test_answers_of_one_token_give_nothing() -> None:
-    model = kit.mixed()
+    model = mixed()
     readings = read(model, [[9], [8]])
     assert readings == [Reading([[]] * 3, [[]] * 4, [[]] * 4, [[]] * 3)] * 2
     assert [reading.tokens for reading in readings] == [0, 0]
@@ -256,7 +271,7 @@ def test_answers_of_one_token_give_nothing() -> None:
 
 
 def test_an_answer_of_one_token_between_others_changes_nothing() -> None:
-    model = kit.mixed()
+    model = mixed()
     answers = own(model)
     whole = read(model, [answers[0], answers[1][:1], answers[2]])
     assert whole[1] == Reading([[]] * 3, [[]] * 4, [[]] * 4, [[]] * 3)

@@ -44,15 +44,13 @@ def run_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) 
     return result.statistics.per_row, hits
 
 
-@pytest.mark.parametrize(
-    ("model", "eos"), [(kit.l4, 35), (kit.mixed, None), (kit.mixed, 35), (kit.mixed, 13), (kit.identical, 35)]
-)
+@pytest.mark.parametrize(("model", "eos"), [(kit.l4, 35), (kit.mixed, None), (kit.mixed, 13), (kit.identical, 35)])
 def test_a_replay_counts_what_the_engine_counts(model: Any, eos: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model(eos_token_id=eos, pad_token_id=0), kit.word_tokenizer(kit.VOCAB))
     answers = own_answers(engine, texts(PROMPTS), list(EXITS), BUDGET, batch_size=3)
     compared = 0
     for exit_layer in EXITS:
-        for num_draft_tokens in (1, 2, 3, 5, 8):
+        for num_draft_tokens in (1, 2, 5):
             options = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
             counted, drafted_eos = run_rounds(engine, monkeypatch, **options)
             for index, row in enumerate(counted):
@@ -64,8 +62,8 @@ def test_a_replay_counts_what_the_engine_counts(model: Any, eos: int | None, mon
                     names = ("drafted", "draft_tokens_processed", "draft_acceptance_rate", "acceptance_by_position")
                     assert [vars(found)[name] for name in names] == [vars(row)[name] for name in names]
                     assert found.drafted == row.draft_tokens_processed
-    # Of 60: three exits, five lengths and four rows.
-    assert compared > 30
+    # Of 36: three exits, three lengths and four rows.
+    assert compared > 18
 
 
 def test_rows_are_counted_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 
@@ -559,6 +560,13 @@ def uninterrupted(family: str) -> tuple[PreTrainedModel, Driven]:
     return model, driven
 
 
+@functools.cache
+def interrupted(family: str) -> tuple[PreTrainedModel, CachedTokens]:
+    """Returns a model and what is kept of both rows after all rounds."""
+    model, driven = uninterrupted(family)
+    return model, driven.kept([0, 1])
+
+
 FOLLOWING = [[40, 41, 42], [9]]
 
 
@@ -578,8 +586,7 @@ def test_restored_rows_go_on_as_if_never_interrupted(family: str) -> None:
 
 
 def test_restored_rows_can_draft() -> None:
-    model, driven = uninterrupted("llama")
-    cached = driven.kept([0, 1])
+    model, cached = interrupted("llama")
     restored = Driven.restored(model, cached, cached.lengths, budget=30)
     drafts = [[4, 8, 15], [16, 23]]
     before = [list(row) for row in restored.rows]
@@ -628,8 +635,8 @@ def test_kept_states_have_no_more_slots_than_tokens_and_memory_of_their_own() ->
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("lengths", [(7, 2), (12, 4), (1, 5), (0, 3)])
 def test_a_common_prefix_is_enough_to_go_on_from(family: str, lengths: tuple[int, int]) -> None:
-    model, driven = uninterrupted(family)
-    restored = Driven.restored(model, driven.kept([0, 1]), lengths, budget=20)
+    model, cached = interrupted(family)
+    restored = Driven.restored(model, cached, lengths, budget=20)
     assert [layer.lengths for layer in restored.cache.shared_layers] == [lengths] * kit.NUM_LAYERS
     logits = restored.extend([[88, 87], [86, 85, 84]])
     for row, width in enumerate((2, 3)):

@@ -65,26 +65,18 @@ def seen_by_mask(mask: torch.Tensor, row: int, token: int) -> list[int]:
 
 
 @given(passes())
-def test_live_tokens_stand_in_a_row_and_dead_ones_at_the_scratch_slot(tokens: Pass) -> None:
+def test_a_placement_follows_from_where_live_tokens_stand(tokens: Pass) -> None:
+    """Live tokens stand in a row and dead ones at the scratch slot; a start is given exactly where rows stand alike and
+    none is dead."""
     placement = tokens.placement
     positions = placement.positions.expand(len(tokens.starts), -1).tolist()
     for row, (start, live) in enumerate(zip(tokens.starts, tokens.live, strict=True)):
         assert positions[row][:live] == list(range(start, start + live))
         assert positions[row][live:] == [tokens.scratch] * (tokens.width - live)
-
-
-@given(passes())
-def test_ends_padding_and_view_follow_from_the_live_tokens(tokens: Pass) -> None:
-    placement = tokens.placement
     assert placement.ends == tuple(start + live for start, live in zip(tokens.starts, tokens.live, strict=True))
     assert placement.padding == tuple(tokens.width - live for live in tokens.live)
     assert placement.view == max(placement.ends)
     assert placement.view <= tokens.scratch
-
-
-@given(passes())
-def test_a_start_is_given_exactly_where_rows_stand_alike_and_none_is_dead(tokens: Pass) -> None:
-    placement = tokens.placement
     assert placement.start == (tokens.starts[0] if tokens.is_uniform else None)
     assert placement.positions.shape == (1 if tokens.is_uniform else len(tokens.starts), tokens.width)
 
@@ -102,9 +94,16 @@ def test_a_prompt_stands_at_the_left_edge_and_its_padding_is_dead() -> None:
 
 @settings(max_examples=300)
 @given(passes(), windows, st.booleans())
-def test_mask_equals_the_definition(tokens: Pass, window: int | None, causal_by_flag: bool) -> None:
+def test_mask_equals_the_definition_and_is_left_out_exactly_where_attention_is_right_without(
+    tokens: Pass, window: int | None, causal_by_flag: bool
+) -> None:
     placement = tokens.placement
     mask = attention_mask(placement, window, torch.float32, causal_by_flag)
+    nothing_falls_out = window is None or window >= placement.view
+    right_without = tokens.is_uniform and (tokens.width == 1 or (causal_by_flag and tokens.starts[0] == 0))
+    assert (mask is None) == (nothing_falls_out and right_without)
+    # No live token sees the scratch slot.
+    assert mask is None or mask.shape[-1] <= tokens.scratch
     for row, (start, live) in enumerate(zip(tokens.starts, tokens.live, strict=True)):
         for token in range(live):
             expected = [slot for slot in range(placement.view) if sees(start + token, slot, window)]
@@ -116,18 +115,6 @@ def test_mask_equals_the_definition(tokens: Pass, window: int | None, causal_by_
                 # The implementation makes a lower triangle by itself, which is right for a whole prompt only.
                 assert causal_by_flag and start == 0 and placement.view == tokens.width
                 assert expected == list(range(token + 1))
-
-
-@settings(max_examples=300)
-@given(passes(), windows, st.booleans())
-def test_mask_is_left_out_exactly_where_attention_is_right_without(
-    tokens: Pass, window: int | None, causal_by_flag: bool
-) -> None:
-    placement = tokens.placement
-    nothing_falls_out = window is None or window >= placement.view
-    right_without = tokens.is_uniform and (tokens.width == 1 or (causal_by_flag and tokens.starts[0] == 0))
-    mask = attention_mask(placement, window, torch.float32, causal_by_flag)
-    assert (mask is None) == (nothing_falls_out and right_without)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), windows)
@@ -142,13 +129,6 @@ def test_mask_of_prompts_with_padding_equals_the_definition_for_live_tokens(
             assert seen_by_mask(mask, row, token) == expected
     if mask is None:
         assert max(lengths) == 1
-
-
-@given(passes(), windows)
-def test_a_live_token_never_sees_the_scratch_slot(tokens: Pass, window: int | None) -> None:
-    mask = attention_mask(tokens.placement, window, torch.float32, causal_by_flag=False)
-    if mask is not None:
-        assert mask.shape[-1] <= tokens.scratch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
