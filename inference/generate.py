@@ -17,7 +17,8 @@ share, the longest prompts first, on the GPU of its number or, where there is no
 launch with --multi_gpu all the same); with --device all ranks take that device. Until the file is written as a whole,
 answers are kept in the folder OUTPUT.parts, batch by batch. A run that was interrupted, or of which a rank failed, goes
 on with --resume and the same prompts, model and options; the number of ranks, --batch-size and --device may change. A
-finished file is left as it is. The last line on standard output is a JSON object:
+finished file, which does not say what options it was made with, is left as it is. The last line on standard output is a
+JSON object:
 
     {"answers", "already_there", "tokens", "seconds", "tokens_per_second", "ranks"}
 
@@ -27,33 +28,19 @@ finished file is left as it is. The last line on standard output is a JSON objec
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from layerskip.answer_parts import AnswerParts, Answers
-from layerskip.comparison.machine import fingerprint
+from layerskip.answer_parts import AnswerParts
 from layerskip.decoding.plan import AUTO, COPY_NGRAMS, DRAFT_STOPS, NAMES
-from layerskip.decoding.prompts import longest_first, read_prompts
+from layerskip.offline import Asking, answer_file
 from layerskip.program import add_color, check_least, load_engine, run_program, show_stream, use_color
-from layerskip.prompt_file import Prompt, PromptRow, as_chat, prompt_rows, prompts_of
-
-if TYPE_CHECKING:
-    from layerskip.decoding.engine import Engine
+from layerskip.prompt_file import Prompt, prompt_rows, prompts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of a torch.Generator.
 HIGHEST_SEED = 2**64 - 1
-# How long a rank that is done waits for the others; the libraries' own limits are minutes.
-PATIENCE = timedelta(days=7)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -166,166 +153,35 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{flag} is for standard output, and the answers go to --output; leave it out.")
 
 
-def asked(engine: Engine, texts: list[Prompt], arguments: argparse.Namespace) -> list[Prompt]:
-    """Returns the prompts as the model is asked them.
-
-    Raises:
-        ValueError: a chat template or a padding token is needed, and there is none.
-    """
-    if arguments.chat and (engine.tokenizer is None or engine.tokenizer.chat_template is None):
-        raise ValueError("--chat needs a chat template, and the model's tokenizer has none; leave --chat out.")
-    config = engine.model.generation_config
-    if arguments.batch_size > 1 and config.pad_token_id is None and config.eos_token_id is None:
-        raise ValueError(
-            f"--batch-size {arguments.batch_size} needs a token that fills up rows, and the model's "
-            "generation_config.json has neither pad_token_id nor eos_token_id; set one there, or leave it out."
-        )
-    return as_chat(texts, engine.tokenizer) if arguments.chat else texts
-
-
-def seeded(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """Returns the options of a call that begins with the seed."""
-    return {**options} if seed is None else {**options, "generator": torch.Generator().manual_seed(seed)}
-
-
-def answer(
-    engine: Engine, texts: Sequence[Prompt], prompts: Sequence[Prompt], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Answers a batch of prompts and returns what a line of --json says of each.
-
-    Args:
-        engine: the model.
-        texts, prompts: the prompts as they were given, and the same as the model is asked them.
-        options: of `Engine.generate`.
-    """
-    result = engine.generate(list(prompts), **options)
-    return [
-        {
-            "prompt": text,
-            "text": None if result.texts is None else result.texts[row],
-            "token_ids": result.new_token_ids[row],
-            "finish_reason": result.finish_reasons[row],
-            "statistics": (result.statistics if len(texts) == 1 else result.statistics.per_row[row]).to_dict(),
-        }
-        for row, text in enumerate(texts)
-    ]
-
-
-def print_answers(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def print_answers(arguments: argparse.Namespace, asking: Asking) -> None:
     """Answers all prompts and prints text or, with --json, lines."""
     texts: list[Prompt] = arguments.prompt or prompts_of(arguments.prompts)
     engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=arguments.device)
-    prompts = asked(engine, texts, arguments)
-    for first in range(0, len(texts), arguments.batch_size):
-        batch = slice(first, first + arguments.batch_size)
-        begun = seeded(options, arguments.seed)
+    prompts = asking.prompts(engine, texts)
+    for first in range(0, len(texts), asking.batch_size):
+        batch = slice(first, first + asking.batch_size)
         if arguments.json:
-            for line in answer(engine, texts[batch], prompts[batch], begun):
+            for line in asking.lines(engine, texts[batch], prompts[batch]):
                 print(json.dumps(line, ensure_ascii=False), flush=True)
         else:
-            show_stream(engine.stream(prompts[first], **begun), engine.tokenizer, use_color(arguments.color))
+            show_stream(engine.stream(prompts[first], **asking.begun()), engine.tokenizer, use_color(arguments.color))
             print("\n", flush=True)
 
 
-# --- A file of answers -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def named(rows: Sequence[PromptRow]) -> Iterator[None]:
-    """Names the lines of prompts that cannot be answered."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error} That was at {', '.join(row.where for row in rows)}.") from error
-
-
-def longest_prompts_first(engine: Engine, rows: Sequence[PromptRow], prompts: Sequence[Prompt]) -> list[int]:
-    """Returns the indices of the prompts, those of most tokens first.
-
-    Raises:
-        ValueError: one that cannot be asked, which it names.
-    """
-    tokens = []
-    for row, prompt in zip(rows, prompts, strict=True):
-        with named([row]):
-            tokens += read_prompts([prompt], engine.tokenizer, None, engine.layered.vocab_size).rows
-    return longest_first(tokens)
-
-
-def answers_by_index(
-    engine: Engine,
-    rows: Sequence[PromptRow],
-    prompts: Sequence[Prompt],
-    indices: Sequence[int],
-    options: Mapping[str, Any],
-    arguments: argparse.Namespace,
-) -> Iterator[Answers]:
-    """Answers some of the prompts and yields the answers of each batch.
-
-    Args:
-        engine: the model.
-        rows, prompts: the prompts of the file, and the same as the model is asked them.
-        indices: which of them, in which order.
-        options: of `Engine.generate`.
-        arguments: the command line's, for the seed and the size of batches.
-
-    Raises:
-        ValueError: a prompt that cannot be answered, which it names.
-    """
-    for first in range(0, len(indices), arguments.batch_size):
-        batch = indices[first : first + arguments.batch_size]
-        chosen = [rows[index] for index in batch]
-        with named(chosen):
-            texts, given = [row.prompt for row in chosen], [prompts[index] for index in batch]
-            made = answer(engine, texts, given, seeded(options, arguments.seed))
-        yield dict(zip(batch, made, strict=True))
-
-
-def write_answers(arguments: argparse.Namespace, rows: Sequence[PromptRow], options: Mapping[str, Any]) -> None:
-    """Answers the prompts of a file, each rank its share, and writes the answers to --output, of which it reports."""
-    from accelerate import PartialState
-
-    texts = [row.prompt for row in rows]
-    settings = {
-        "prompts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-        **{name: vars(arguments)[name] for name in ("chat", "dtype", "seed")},
-        **options,
-    }
-    parts = AnswerParts(arguments.output)
-    parts.check_place(texts, resume=arguments.resume)
-    parts.check_settings(settings)
-    # Ranks only wait for each other: by gloo without CUDA, and where they may share a device.
-    state = PartialState(cpu=arguments.device is not None or not torch.cuda.is_available(), timeout=PATIENCE)
-    # The demo model is made once; others are loaded side by side.
-    is_demo = arguments.model in ("demo", "demo-base")
-    with state.main_process_first() if is_demo else nullcontext():
-        device = arguments.device or state.device
-        engine = load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=device)
-    settings["model"] = fingerprint(engine.model)
-    parts.check_settings(settings)
-    prompts = asked(engine, texts, arguments)
-    done = parts.answers()
-    left = [index for index in longest_prompts_first(engine, rows, prompts) if index not in done]
-    # All have read what is there before anything is written.
-    state.wait_for_everyone()
-    if state.is_main_process:
-        parts.begin(settings)
-    state.wait_for_everyone()
-    start = time.perf_counter()
-    share = left[state.process_index :: state.num_processes]
-    with tqdm(total=len(share), desc="Answering", unit="prompt", disable=not state.is_main_process) as bar:
-        for answers in answers_by_index(engine, rows, prompts, share, options, arguments):
-            parts.add(state.process_index, answers)
-            bar.update(len(answers))
-    state.wait_for_everyone()
-    seconds = time.perf_counter() - start
-    if state.is_main_process:
-        merged = parts.merge(len(rows))
-        tokens = sum(len(merged[index]["token_ids"]) for index in left)
-        speed = tokens / seconds if tokens else None
-        report = {"answers": len(left), "already_there": len(done), "tokens": tokens, "seconds": seconds}
-        print(json.dumps({**report, "tokens_per_second": speed, "ranks": state.num_processes}))
-    state.destroy_process_group()
+def write_answers(arguments: argparse.Namespace, asking: Asking) -> None:
+    """Answers the prompts of a file into another one, and reports of it."""
+    report = answer_file(
+        lambda device: load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=device),
+        prompt_rows(arguments.prompts),
+        AnswerParts(arguments.output),
+        asking,
+        resume=arguments.resume,
+        device=arguments.device,
+        loading={"dtype": arguments.dtype},
+        one_loads_first=arguments.model in ("demo", "demo-base"),
+    )
+    if report is not None:
+        print(json.dumps(report.to_dict()))
 
 
 def run() -> None:
@@ -340,10 +196,11 @@ def run() -> None:
         "stop_strings": arguments.stop,
         **sampling,
     }
+    asking = Asking(options, arguments.chat, arguments.seed, arguments.batch_size)
     if arguments.output is None:
-        print_answers(arguments, options)
+        print_answers(arguments, asking)
     else:
-        write_answers(arguments, prompt_rows(arguments.prompts), options)
+        write_answers(arguments, asking)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,11 @@ class AnswerParts:
         self.folder = output.with_name(f"{output.name}.parts")
         self._settings = self.folder / "settings.json"
 
-    def check_place(self, prompts: Sequence[Prompt], *, resume: bool) -> None:
-        """Checks that answers can be written here.
+    def check_place(self, prompts: Sequence[Prompt], *, resume: bool) -> bool:
+        """Checks that answers can be written here; returns whether they are there already.
+
+        A finished file does not say with which settings it was made. It is left as it is, and what is left of the parts
+        that it was merged from goes.
 
         Args:
             prompts: what is to be answered.
@@ -54,14 +57,19 @@ class AnswerParts:
                 f"--output {self.output}: the folder {self.output.parent} is not there or cannot be written into; make "
                 "it first, or choose another file."
             )
-        for path, is_there, what in (
-            (self.output, self.output.exists(), "is there already"),
-            (self.folder, bool(self._parts()), "holds answers of an interrupted run"),
-        ):
-            if is_there and not resume:
+        remains = {self.output: "is there already"} if self.output.exists() else {}
+        if self._parts():
+            remains[self.folder] = "holds answers of an interrupted run"
+        for path, what in remains.items():
+            if not resume:
                 raise ValueError(f"--output: {path} {what}; go on with --resume, or choose another file.")
-        if self.output.exists() and [row.get("prompt") for row in self._finished()] != list(prompts):
+        if not self.output.exists():
+            return False
+        finished = [row.get("prompt") for _, row in json_rows(self.output.read_bytes(), f"--output {self.output}")]
+        if finished != list(prompts):
             raise ValueError(f"--output {self.output} holds something else than answers to --prompts; choose another.")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return True
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Checks that the run whose parts are there, if any are, was begun with these settings, perhaps among others.
@@ -100,7 +108,7 @@ class AnswerParts:
             OSError: a part cannot be read.
             ValueError: a line that no rank has written; it names file and line.
         """
-        found = dict(enumerate(self._finished()))
+        found = {}
         for part in self._parts():
             for where, line in json_rows(whole_lines(part), str(part)):
                 if set(line) != {"index", "answer"}:
@@ -125,10 +133,6 @@ class AnswerParts:
             part.unlink()
         shutil.rmtree(self.folder)
         return answers
-
-    def _finished(self) -> list[dict[str, Any]]:
-        """Returns the rows of the file, none where there is no file."""
-        return [row for _, row in json_rows(whole_lines(self.output), f"--output {self.output}")]
 
     def _parts(self) -> list[Path]:
         return sorted(self.folder.glob("rank-*.jsonl"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,15 @@ def _are_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Puts the place of what cannot be asked or answered in front of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:

@@ -176,11 +176,11 @@ def test_a_run_is_not_gone_on_with_by_other_settings(
 
 def test_a_finished_file_is_left_as_it_is(run: Generating, checkpoint: str, prompts: Path, out: Path) -> None:
     run.report(checkpoint, prompts, "--output", out)
-    before = out.read_bytes()
-    report = run.report(checkpoint, prompts, "--output", out, "--resume")
+    before = out.read_bytes(), out.stat().st_ino
+    # No model is needed to see that nothing is left to do.
+    report = run.report("nowhere", prompts, "--output", out, "--resume")
     assert (report["answers"], report["already_there"], report["tokens_per_second"]) == (0, 5, None)
-    assert out.read_bytes() == before
-    assert "is there already; go on with --resume" in run.refused(checkpoint, prompts, "--output", out)
+    assert (out.read_bytes(), out.stat().st_ino) == before
 
 
 # Mistakes
@@ -202,7 +202,7 @@ def test_a_prompt_that_cannot_be_answered_is_named(
 
     monkeypatch.setattr(layerskip.Engine, "generate", refusing)
     message = run.refused(str(tmp_path / "short"), prompts, "--output", out)
-    assert ("64" in message or "Not this one." in message) and f"line 4 of {prompts}" in message
+    assert ("64" in message or "Not this one." in message) and f"line 4 of {prompts}: " in message
     written = sum(part.read_text().count("\n") for part in Path(f"{out}.parts").glob("rank-*"))
     assert written == (2 if prompt == "w0" else 0)
     if not written:
@@ -231,6 +231,14 @@ def test_mistakes_are_told_before_the_model_is_loaded(
     monkeypatch.chdir(prompts.parent)
     assert message in run.refused("nowhere", prompts, *options)
     assert [path.name for path in prompts.parent.iterdir()] == ["prompts.txt"]
+
+
+def test_options_that_the_model_does_not_have_are_told_before_anything_is_begun(
+    run: Generating, checkpoint: str, prompts: Path, out: Path
+) -> None:
+    message = run.refused(checkpoint, prompts, "--output", out, "--exit-layer", 99)
+    assert "exit_layer=99 is out of range" in message and "line" not in message
+    assert not Path(f"{out}.parts").exists()
 
 
 def test_a_file_of_answers_is_for_a_file_of_prompts(run: Generating, out: Path) -> None:

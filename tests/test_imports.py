@@ -20,7 +20,7 @@ ALLOWED = {
 }
 # Pure functions: acceptance rules and cost formulas.
 PURE = ("acceptance", "cost")
-LATE = ("accelerate", "datasets", "peft", "matplotlib", "lm_eval")
+LATE = ("accelerate", "datasets", "peft", "matplotlib", "lm_eval", "bitsandbytes", "torchao")
 
 
 def imported_modules(source: str, package: str) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 
 from layerskip.decoding.engine import Engine
 from layerskip.decoding.prompts import Prompts, read_prompts
-from layerskip.prompt_file import PromptRow, as_chat
+from layerskip.prompt_file import PromptRow, as_chat, naming
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ def token_rows(rows: Sequence[PromptRow], engine: Engine) -> list[list[int]]:
     tokens = []
     for row in rows:
         asked = as_chat([row.prompt], engine.tokenizer)
-        try:
+        with naming(row.where):
             tokens += read_prompts(asked, engine.tokenizer, None, engine.layered.vocab_size).rows
-        except ValueError as error:
-            raise ValueError(f"{row.where}: {error}") from error
     return tokens
 
 
