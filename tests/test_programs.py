@@ -441,26 +441,27 @@ def chatting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that another one starts run in this process, where all libraries are loaded already."""
+    """Programs that another one starts run in this process, where all libraries are loaded already, on few rows."""
 
     def start(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        if "--rows" in command:
+            command[command.index("--rows") + 1] = "50"
         return subprocess.CompletedProcess(command, run(monkeypatch, *command[1:]))
 
     monkeypatch.setattr(subprocess, "run", start)
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("kept", [True, False])
 def test_demo_trains_and_shows_what_came_out(
     chatting: str,
     bare_checkout: Path,
     kept: bool,
-    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if not kept:
-        request.getfixturevalue("in_this_process")
     write_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from layerskip.training.recipe import recipe_of
 from tests import kit
 from tests.test_programs import run as run_program
 
-ROOT = Path(__file__).parents[2]
 IDS = 20
 
 
@@ -176,8 +173,7 @@ def test_the_program_exports(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [str(run), "--out", str(tmp_path / "out"), "--base", "b", "--exit-layer", "2", "--num-draft-tokens"]
-    command = [sys.executable, str(ROOT / "training" / "export_difference.py"), *options, "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1])["tensor_bytes"] > 0
+    assert run_program(monkeypatch, "training/export_difference.py", *options, "4") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tensor_bytes"] > 0
     assert run_program(monkeypatch, "training/export_difference.py", *options, "0") == 2
     assert capsys.readouterr().err.startswith("error: num_draft_tokens=0")

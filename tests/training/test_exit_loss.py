@@ -58,9 +58,8 @@ def losses(model: PreTrainedModel, states: list[torch.Tensor], labels: torch.Ten
     return chunked_token_losses(LayeredModel(model).logits, exits, last, labels, LOSSES[name], logit_rows=12)
 
 
-@pytest.mark.parametrize("logit_rows", [1, 12, 10_000])
+@pytest.mark.parametrize(("family", "logit_rows"), [("llama", 1), ("llama", 12), ("gemma2", 12), ("llama", 10_000)])
 @pytest.mark.parametrize("name", list(LOSSES))
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_losses_and_gradients_equal_the_naive_ones(family: str, name: str, logit_rows: int) -> None:
     ids, labels = example()
     results = []
@@ -173,7 +172,7 @@ class LogitBytes(TorchDispatchMode):
 
 def test_peak_memory_is_that_of_a_chunk() -> None:
     """Three exits and the last layer over 512 tokens of a large vocabulary, against logits for all of them."""
-    vocabulary, hidden, logit_rows = 20_000, 32, 64
+    vocabulary, hidden, logit_rows = 2_000, 32, 64
     model = kit.l4(vocab_size=vocabulary)
     labels = torch.randint(0, vocabulary, (511,))
     states = [torch.randn(511, hidden, requires_grad=True) for _ in range(4)]

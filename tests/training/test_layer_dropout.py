@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.training import layer_dropout as layer_dropout_module
 from layerskip.training.clock import Clock
 from layerskip.training.dropout_rates import depth_factor, kept_samples, schedule_factor
 from layerskip.training.layer_dropout import DropoutSettings, layer_dropout
@@ -105,15 +102,15 @@ def test_dropped_samples_cost_nothing() -> None:
     handles = [layer.mlp.register_forward_hook(count(index)) for index, layer in enumerate(kit.layers_of(model))]
     expected = [0] * kit.NUM_LAYERS
     with layer_dropout(model, HALF, clock, SEED):
-        for clock.step in range(40):
+        for clock.step in range(10):
             model(ids, use_cache=False)
             for index, keeps in enumerate(drops(HALF, clock, 8)):
                 expected[index] += sum(keeps)
     for handle in handles:
         handle.remove()
     assert passed == expected
-    assert passed[0] == 8 * 40
-    assert 0.35 * 8 * 40 < passed[3] < 0.65 * 8 * 40
+    assert passed[0] == 8 * 10
+    assert 0.35 * 8 * 10 < passed[3] < 0.65 * 8 * 10
 
 
 def test_a_layer_dropped_for_all_passes_its_input_on() -> None:
@@ -179,33 +176,6 @@ def test_gradients_are_the_same_with_gradient_checkpointing() -> None:
             assert gradients[1][name] is None
             continue
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=0)
-
-
-def test_a_compiled_model_draws_anew_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rate of 0.5 in 200 steps of one sample: the last layer is skipped as often as by chance, and the outputs are
-    those of the model that is not compiled."""
-    drawn: list[bool] = []
-
-    @torch.compiler.disable
-    def recorded(*arguments: Any, layer: int, **named: Any) -> torch.Tensor:
-        kept = kept_samples(*arguments, layer=layer, **named)
-        if layer == 4:
-            drawn.append(bool(kept))
-        return kept
-
-    monkeypatch.setattr(layer_dropout_module, "kept_samples", recorded)
-    model = kit.l4().train()
-    ids = torch.randint(1, kit.VOCAB, (1, 5))
-    clock = Clock(200)
-    with layer_dropout(model, HALF, clock, SEED), torch.no_grad():
-        compiled = torch.compile(model, backend="eager")
-        outputs = []
-        for clock.step in range(200):
-            outputs.append(compiled(ids, use_cache=False).logits)
-        assert len(drawn) == 200 and 60 <= drawn.count(False) <= 140
-        for clock.step in range(20):
-            torch.testing.assert_close(outputs[clock.step], model(ids, use_cache=False).logits, atol=1e-6, rtol=0)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("layer", range(1, 5))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,10 +59,10 @@ def assert_same_run(folder: Path, expected: Path) -> None:
         workers.assert_same_weights(workers.tensors_of(folder / part), workers.tensors_of(expected / part))
 
 
-def copy_of_run(whole: Path, folder: Path, *checkpoints: str) -> None:
-    """Makes a folder as a run leaves it that has come as far as some checkpoints."""
-    for checkpoint in checkpoints:
-        shutil.copytree(whole / checkpoint, folder / checkpoint)
+def copy_of_run(whole: Path, folder: Path, *steps: int) -> None:
+    """Makes a folder as a run leaves it that is killed after the checkpoints of some steps."""
+    for step in steps:
+        shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     shutil.copy(whole / RECIPE_FILE, folder)
 
 
@@ -71,31 +70,30 @@ def test_a_run_killed_inside_an_accumulation_window_goes_on_bit_by_bit(
     material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     recipe, folder = {**material, **LORA}, tmp_path / "run"
-    killed = run(recipe, folder, "kill", (4, 2))
+    killed = run(recipe, folder, "kill", (4, 1))
     assert killed.status == -signal.SIGKILL
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-3", RECIPE_FILE]
 
     written = tmp_path / "recipe.yaml"
     written.write_text(yaml.safe_dump({**recipe, "output_dir": str(folder)}), encoding="utf-8")
-    command = [sys.executable, str(PROGRAM), str(written), "resume=true"]
-    program = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert program.returncode == 0, program.stderr
-    assert json.loads(program.stdout.splitlines()[-1])["output_dir"] == str(folder)
+    program = workers.run(workers.run_program, PROGRAM, str(written), "resume=true")
+    assert (program.status, program.error) == (0, "")
+    assert json.loads(program.value.splitlines()[-1])["output_dir"] == str(folder)
     assert_same_run(folder, whole[0])
     before = workers.tensors_of(material["model"])
     after = workers.tensors_of(folder)
     assert not before["model.layers.3.mlp.up_proj.weight"].equal(after["model.layers.3.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("at", [(4, 2), (7, 2)], ids=["first pass", "second pass"])
-def test_a_killed_run_on_a_stream_sees_the_same_rows(
-    streamed: tuple[dict[str, Any], Path, list[Any]], tmp_path: Path, at: tuple[int, int]
+@pytest.mark.parametrize("checkpoints", [(3,), (3, 6)], ids=["first pass", "second pass"])
+def test_a_resumed_run_on_a_stream_sees_the_same_rows(
+    streamed: tuple[dict[str, Any], Path, list[Any]], tmp_path: Path, checkpoints: tuple[int, ...]
 ) -> None:
     recipe, whole, batches = streamed
-    assert run(recipe, tmp_path, "kill", at).status == -signal.SIGKILL
+    copy_of_run(whole, tmp_path, *checkpoints)
     resumed = run(recipe, tmp_path, resume=True)
     assert resumed.error == ""
-    assert resumed.value == [batch for batch in batches if batch[0] >= at[0] // 3 * 3]
+    assert resumed.value == [batch for batch in batches if batch[0] >= checkpoints[-1]]
     assert_same_run(tmp_path, whole)
 
 
@@ -103,26 +101,39 @@ def test_a_stream_begins_anew_inside_an_accumulation_window(
     streamed: tuple[dict[str, Any], Path, list[Any]],
 ) -> None:
     _, _, batches = streamed
-    assert [batch[:2] for batch in batches] == [(step, part) for step in range(8) for part in range(4)]
+    assert [batch[:2] for batch in batches] == [(step, part) for step in range(8) for part in range(2)]
     # The rows are not a whole number of windows; the passes have the same rows, each in an order of its own.
     read = [tuple(token for token in row if token != PADDING) for _, _, batch in batches for row in batch]
     first, second = read[:ROWS], read[ROWS:]
     assert len(set(first)) == ROWS and set(second) < set(first) and second != first[: len(second)]
 
 
-@pytest.mark.parametrize("state", [None, '{"global_step": 6, "max_st'], ids=["missing", "cut off"])
+DAMAGES = [("trainer_state.json", 0), ("trainer_state.json", 30), ("model.safetensors", 1000), ("optimizer.pt", 1000)]
+
+
+@pytest.mark.parametrize(("name", "left"), DAMAGES)
 def test_a_partial_checkpoint_is_passed_over(
-    material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path, state: str | None
+    streamed: tuple[dict[str, Any], Path, list[Any]], tmp_path: Path, name: str, left: int
 ) -> None:
-    copy_of_run(whole[0], tmp_path, "checkpoint-3", "checkpoint-6")
+    """Of a file that is left with no bytes, none is there."""
+    copy_of_run(streamed[1], tmp_path, 3, 6)
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
-    written = tmp_path / "checkpoint-6" / "trainer_state.json"
-    written.unlink()
-    if state is not None:
-        written.write_text(state, encoding="utf-8")
+    damaged = tmp_path / "checkpoint-6" / name
+    content = damaged.read_bytes()
+    assert len(content) > left
+    damaged.unlink()
+    if left:
+        damaged.write_bytes(content[:left])
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_a_run_goes_on_before_a_partial_checkpoint(
+    material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    copy_of_run(whole[0], tmp_path, 3, 6)
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
     resumed = run({**material, **LORA}, tmp_path, resume=True)
-    assert resumed.error == "" and resumed.value[0][:2] == (3, 0)
+    assert resumed.error == "" and resumed.value == [batch for batch in whole[1] if batch[0] >= 3]
     assert_same_run(tmp_path, whole[0])
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
 
@@ -130,41 +141,49 @@ def test_a_partial_checkpoint_is_passed_over(
 def test_a_disk_that_fills_up_in_a_checkpoint(
     material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
+    """What is left is a run that was killed after the checkpoint before."""
     full = run({**material, **LORA}, tmp_path, "second checkpoint")
     assert full.error.startswith(f"OSError: {tmp_path / 'checkpoint-6'} could not be written")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", RECIPE_FILE]
-    resumed = run({**material, **LORA}, tmp_path, resume=True)
-    assert resumed.error == "" and resumed.value == [batch for batch in whole[1] if batch[0] >= 3]
-    assert_same_run(tmp_path, whole[0])
+    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+    weights, expected = (workers.tensors_of(folder / "checkpoint-3") for folder in (tmp_path, whole[0]))
+    workers.assert_same_weights(weights, expected)
 
 
 def test_a_disk_that_fills_up_in_the_result(
     material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    full = run({**material, **LORA}, tmp_path, "result")
+    copy_of_run(whole[0], tmp_path, 3, 6, 8)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    full = run({**material, **LORA}, tmp_path, "result", resume=True)
     assert full.error.startswith(f"OSError: the trained model could not be written to '{tmp_path}'")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *(f"checkpoint-{step}" for step in (3, 6, 8)),
-        RECIPE_FILE,
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
     resumed = run({**material, **LORA}, tmp_path, resume=True)
     assert resumed.error == "" and resumed.value == [], "all steps were done"
     assert_same_run(tmp_path, whole[0])
 
 
-def test_too_little_space_is_refused_before_the_first_step(material: dict[str, Any], tmp_path: Path) -> None:
-    refused = run(material, tmp_path, "little space")
-    assert refused.error.startswith("OSError: ") and "a checkpoint takes about" in refused.error
+def test_too_little_space_is_refused_before_the_first_step(
+    material: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    with pytest.raises(OSError, match="a checkpoint takes about"):
+        finetune(recipe_of({**material, "output_dir": str(tmp_path)}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_resuming_without_a_checkpoint_begins_from_the_start(
     material: dict[str, Any], whole: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
+    """The same recipe gives the same weights and metadata."""
     copy_of_run(whole[0], tmp_path)
     resumed = run({**material, **LORA}, tmp_path, resume=True)
     assert resumed.error == "" and resumed.value == whole[1]
     assert_same_run(tmp_path, whole[0])
+    stored, again = (json.loads((folder / "config.json").read_text())["layerskip"] for folder in (whole[0], tmp_path))
+    assert again == stored
+    assert stored["recipe"]["trainer"]["max_steps"] == 8
+    assert len(stored["data"]) >= 32
 
 
 def refused(recipe: dict[str, Any], folder: Path, message: str) -> None:

@@ -9,8 +9,11 @@ import multiprocessing
 import os
 import random
 import resource
+import runpy
 import signal
 import socket
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,12 +28,12 @@ import torch
 
 from tests import kit
 
-ROWS = 42
+ROWS = 22
 PADDING = 95
-# Processes are forked off a server that has imported the slow libraries and done nothing else.
+# Processes are forked off a server that has imported what they need and done nothing else.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["layerskip.training.finetune", "transformers.models.llama.modeling_llama", "datasets", "peft"]
+    ["tests.training.workers", "layerskip.training.finetune", "transformers.models.llama.modeling_llama"]
 )
 
 
@@ -119,11 +122,9 @@ def train_from_recipe(written: dict[str, Any], fault: str = "", at: tuple[int, i
     Args:
         written: the recipe.
         fault: "kill": SIGKILL at the step and micro-step `at`. "second checkpoint" or "result": no file can grow once
-            that is being saved. "little space": one byte is free.
+            that is being saved.
         at: for "kill".
     """
-    import shutil
-
     from transformers import PreTrainedModel, Trainer
 
     from layerskip.training import finetune
@@ -155,10 +156,19 @@ def train_from_recipe(written: dict[str, Any], fault: str = "", at: tuple[int, i
         Trainer._save_optimizer_and_scheduler = without_space  # type: ignore[method-assign]
     if fault == "result":
         PreTrainedModel.save_pretrained = result_without_space  # type: ignore[method-assign,assignment]
-    if fault == "little space":
-        shutil.disk_usage = lambda path: SimpleNamespace(free=1)  # type: ignore[assignment,misc,return-value]
     finetune.finetune(recipe_of(written))
     return batches
+
+
+def run_program(path: Path, *arguments: str) -> str:
+    """Runs a program as from its command line; returns what it and the processes that it starts print."""
+    sys.argv = [str(path), *arguments]
+    with tempfile.TemporaryFile() as shown:
+        os.dup2(shown.fileno(), 1)
+        runpy.run_path(str(path), run_name="__main__")
+        sys.stdout.flush()
+        shown.seek(0)
+        return shown.read().decode()
 
 
 @contextmanager
@@ -303,23 +313,18 @@ def save_material(folder: Path) -> dict[str, Any]:
     texts = [" ".join(f"w{draw.randrange(90)}" for _ in range(draw.randrange(4, 14))) for _ in range(ROWS)]
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    exits = {"exit_layers": [1, 2, 3], "curriculum": "rotational", "rotation": 3, "weights": "equal"}
     return {
         "model": str(folder / "model"),
         "data": {"train": str(rows)},
-        "exits": {
-            "exit_layers": [1, 2, 3],
-            "curriculum": "rotational",
-            "rotation": 3,
-            "weights": "equal",
-            "guard_weight": 0.5,
-        },
+        "exits": {**exits, "guard_weight": 0.5},
         "dropout": {"p_max": 0.5},
         "trainer": {
             "use_cpu": True,
             "max_steps": 8,
             "save_steps": 3,
             "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 4,
+            "gradient_accumulation_steps": 2,
             "learning_rate": 0.01,
             "report_to": "none",
             "disable_tqdm": True,
