@@ -213,8 +213,8 @@ def begin(
     context = prompts[len(prompts) // 2]
     trees = [nodes for nodes in settings.tree_nodes if f"tree-{nodes}" in levers]
     widest = max(settings.longest, settings.num_draft_tokens or 0, *trees)
-    engine.layered.check_length(len(prompts[-1]) + arguments.max_new_tokens)
-    engine.layered.check_length(len(context) + rounds_length(widest))
+    engine.layered.check_length(len(prompts[-1]) + arguments.max_new_tokens, list(map(len, prompts)))
+    engine.layered.check_length(len(context) + rounds_length(widest), [len(context)])
     costs = measure_costs(engine, exits, widest, context, arguments.cost_repeats)
     deciding = Engine(
         engine.model,

@@ -103,7 +103,8 @@ class Comparison:
             TypeError, ValueError: prompts that cannot be read, or are too long for the model.
         """
         rows = read_prompts(prompts, engine.tokenizer, None, engine.layered.vocab_size).rows
-        engine.layered.check_length(max(map(len, rows)) + settings.max_new_tokens)
+        lengths = list(map(len, rows))
+        engine.layered.check_length(max(lengths) + settings.max_new_tokens, lengths)
         # What the rounds take whose costs are measured, behind a single token.
         engine.layered.check_length(1 + rounds_length(settings.max_num_draft_tokens))
         whole = {
@@ -165,7 +166,7 @@ class Comparison:
         context = middle.prompt_ids + middle.token_ids[: len(middle.token_ids) // 2]
         rounds = rounds_length(self.settings.max_num_draft_tokens)
         try:
-            self.engine.layered.check_length(len(context) + rounds)
+            self.engine.layered.check_length(len(context) + rounds, [len(context)])
         except ValueError:
             # As much of it as is known to fit the model.
             fits = max(len(made.prompt_ids) for made in by_length) + self.settings.max_new_tokens

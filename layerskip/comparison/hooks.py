@@ -76,8 +76,7 @@ def module_seconds(model: PreTrainedModel) -> Iterator[list[float]]:
 
     layered = LayeredModel(model)
     handles = []
-    positions = [] if layered.position_embedding is None else [layered.position_embedding]
-    for module in (layered.embedding, *positions, *layered.layers, layered.norm, layered.head):
+    for module in (*layered.ends, *layered.layers):
         handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
         yield total

@@ -101,7 +101,7 @@ def measure_costs(
     cells = [(exit_layer, drafts) for exit_layer in exit_layers for drafts in range(max_num_draft_tokens + 1)]
     cells += [(layered.num_layers, 0)] * PLAIN_STEPS
     budget = rounds_length(max_num_draft_tokens)
-    layered.check_length(len(context) + budget)
+    layered.check_length(len(context) + budget, [len(context)])
     settings = DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(budget))
     draws = random.Random(0)
     samples = _Samples()

@@ -177,7 +177,8 @@ class LayerSkipLM(TemplateLM):
             tokens = [*(context or [self.prefix_token_id]), *continuation]
             members[tuple(tokens[-(self.max_length + 1) : -1])].append(index)
         rows = list(members)
-        layered.check_length(max(map(len, rows), default=0))
+        lengths = list(map(len, rows))
+        layered.check_length(max(lengths, default=0), lengths)
         found: dict[int, tuple[float, bool]] = {}
         for batch in self._batches(rows, "reading likelihoods", disable_tqdm):
             ends = [(row, index) for row, place in enumerate(batch) for index in members[rows[place]]]

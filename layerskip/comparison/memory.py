@@ -74,7 +74,7 @@ def cache_sizes(layered: LayeredModel, context: Sequence[int]) -> CacheSizes:
     """
     if len(context) < 2:
         raise ValueError(f"context has {len(context)} tokens; pass 2 or more, of which the last one is a step.")
-    layered.check_length(len(context) + 1)
+    layered.check_length(len(context) + 1, [len(context) - 1])
     loop = DecodeLoop(layered, [list(context)], DecodeSettings(layered.num_layers, layered.num_layers, 0, Stops(1)))
     next(loop.blocks())
     dynamic = DynamicCache(config=layered.config)

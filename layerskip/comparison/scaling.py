@@ -125,7 +125,7 @@ def check_scaling(
     check_num_draft_tokens(max_num_draft_tokens)
     for context in contexts:
         try:
-            engine.layered.check_length(context + rounds_length(max_num_draft_tokens))
+            engine.layered.check_length(context + rounds_length(max_num_draft_tokens), [context])
         except ValueError as error:
             raise ValueError(
                 f"context {context} with the {rounds_length(max_num_draft_tokens)} tokens of rounds behind it is too "

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from layerskip.decoding.ranks import tensor_parallel_mesh
+from layerskip.model.devices import is_dispatched
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.families import SLIDING_ATTENTION
 from layerskip.model.fixed_cache import FixedCache, fixed_mask
@@ -82,9 +84,11 @@ class CompiledRounds:
         """Compiles nothing yet.
 
         Raises:
-            ValueError: a model that is spread or offloaded, or a head of which no rows can be taken for drafts.
+            ValueError: a model that is not whole on one device, or a head of which no rows can be taken for drafts.
         """
-        if any("_hf_hook" in vars(module) for module in model.model.modules()):
+        if tensor_parallel_mesh(model.model) is not None:
+            raise ValueError("compile=True does not go with a tensor parallel model; leave it out.")
+        if is_dispatched(model.model):
             raise ValueError(
                 "compile=True does not go with a model that accelerate has spread over devices or offloaded "
                 "(device_map), whose modules move what they are given; leave one of them out."
@@ -92,6 +96,7 @@ class CompiledRounds:
         self.model = model
         self.settings = settings
         self.device = model.device
+        self.dtype = model.embedding.weight.dtype
         self.compile_seconds = 0.0
         with _outside_inference_mode():
             self.cache = FixedCache(settings.depth, settings.capacity)
@@ -124,12 +129,7 @@ class CompiledRounds:
         mine, parts = _parts(self.model), _parts(model)
         same_parts = len(mine) == len(parts) and all(one is other for one, other in zip(mine, parts, strict=True))
         weight = model.embedding.weight
-        return (
-            same_parts
-            and settings == self.settings
-            and weight.device == self.device
-            and all(table.dtype == weight.dtype for pair in self.rotary.tables.values() for table in pair)
-        )
+        return same_parts and settings == self.settings and (weight.device, weight.dtype) == (self.device, self.dtype)
 
     def reset(self) -> None:
         """Makes ready for another call: an empty cache, and copies of rotary tables and draft rows brought up to date.
@@ -280,8 +280,7 @@ def _rows(rotary: RotaryTables, kind: str, positions: torch.Tensor) -> tuple[tor
 
 def _parts(model: LayeredModel) -> list[object]:
     """Returns the modules that a graph calls."""
-    ends = [model.embedding, model.project_in, model.position_embedding, model.norm, model.project_out, model.head]
-    return [model.model, *ends, *model.layers]
+    return [model.model, *model.ends, *model.layers]
 
 
 @contextmanager

@@ -1,9 +1,16 @@
-"""Where a model is put: one device, or a map from its modules to several."""
+"""Where a model is put: one device, or a map from its modules to several.
+
+transformers gives models with a map to accelerate, whose hooks on the modules move what these are given, and bring
+offloaded weights back while they run.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+# Where accelerate keeps the hook of a module.
+HOOK = "_hf_hook"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -46,6 +53,19 @@ def check_device_map(device_map: object, device: str | torch.device | None) -> N
         raise ValueError(
             f"device={device!r} and device_map={device_map!r} both say where the model goes; leave one out."
         )
-    for part in device_map.values() if isinstance(device_map, dict) else ():
-        if part != "disk":
-            read_device(part, "device_map")
+    if device_map == {}:
+        raise ValueError("device_map={} places nothing; pass a device for every module, or leave it out.")
+    for name, place in device_map.items() if isinstance(device_map, dict) else ():
+        if place != "disk":
+            read_device(place, f"device_map[{name!r}]")
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether accelerate has spread a model over devices or offloaded a part of it."""
+    return any(HOOK in vars(module) for module in model.modules())
+
+
+def device_of(module: nn.Module, weight: torch.Tensor) -> torch.device:
+    """Returns where a module runs that has `weight`, also while that is offloaded."""
+    hook = vars(module).get(HOOK)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device

@@ -58,7 +58,7 @@ class DraftHead:
             ValueError: the head is no plain floating-point matrix, of which rows can be taken.
         """
         head = layered.head
-        wanted = (layered.vocab_size, layered.embedding.embedding_dim)
+        wanted = (layered.vocab_size, layered.embedding.weight.shape[1])
         # A subclass of either computes in its own way: quantised, sharded, or with adapters beside the weight.
         is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not _has_own_forward(head)
         if not is_plain or not head.weight.is_floating_point() or tuple(head.weight.shape) != wanted:

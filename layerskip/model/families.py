@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+ALIBI = "its attention adds a bias for every distance (ALiBi), which masks here do not carry"
 # Stands for a norm or projection that a model does not have; one for all, so that it is the same at every look.
 ABSENT = nn.Identity()
 
@@ -83,15 +84,23 @@ def _nothing_refused(config: PreTrainedConfig) -> None:
 
 
 def _refuse_bidirectional(config: PreTrainedConfig) -> str | None:
-    return "use_bidirectional_attention=True" if config.use_bidirectional_attention else None
+    return (
+        "use_bidirectional_attention=True (tokens see what follows them)"
+        if config.use_bidirectional_attention
+        else None
+    )
 
 
 def _refuse_cross_attention(config: PreTrainedConfig) -> str | None:
-    return "add_cross_attention=True" if config.add_cross_attention else None
+    return "add_cross_attention=True (there is no encoder to attend to)" if config.add_cross_attention else None
 
 
 def _refuse_alibi(config: PreTrainedConfig) -> str | None:
-    return "alibi=True" if config.alibi else None
+    return f"alibi=True ({ALIBI})" if config.alibi else None
+
+
+def _refuse_no_scale(config: PreTrainedConfig) -> str | None:
+    return "logit_scale=None (transformers multiplies with it)" if config.logit_scale is None else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class Family:
         finish_logits: what follows the head (a soft-cap or a scale); it belongs to the exit head as well.
         attention: the attention implementations that give the family's values.
         keeps_packed_apart: in training, rows that are packed into one are told apart by their position ids.
-        refuses: the setting of the configuration that cannot be run, as `name=value`, or `None`.
+        refuses: the setting of the configuration that cannot be run, as `name=value (reason)`, or `None`.
     """
 
     decoder: str = "model"
@@ -195,7 +204,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(layer_types=_from_config),
     "stablelm": Family(),
     "granite": Family(scale_embedding=_multiplied, finish_logits=_divided),
-    "cohere": Family(finish_logits=_scaled),
+    "cohere": Family(finish_logits=_scaled, refuses=_refuse_no_scale),
     # sdpa has no soft-cap on attention scores.
     "gemma2": Family(layer_types=_from_config, finish_logits=_soft_capped, attention=("eager",)),
     "gemma3_text": Family(
@@ -258,7 +267,13 @@ def family_of(config: PreTrainedConfig) -> Family:
         )
     refused = family.refuses(config)
     if refused is not None:
-        raise ValueError(f"{refused} is not supported for model_type={config.model_type!r}.")
+        raise ValueError(f"{refused} is not supported for model_type={config.model_type!r}; use model.generate.")
+    found: Any = config
+    if SLIDING_ATTENTION in family.layer_types(config) and found.sliding_window is None:
+        raise ValueError(
+            f"layer_types of model_type={config.model_type!r} has {SLIDING_ATTENTION!r}, but sliding_window=None; set "
+            f"sliding_window, or layer_types to {FULL_ATTENTION!r}."
+        )
     unknown = set(family.layer_types(config)) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown:
         raise ValueError(
@@ -280,7 +295,7 @@ def _reason(config: PreTrainedConfig) -> str:
             f"{settings['num_kv_shared_layers']})"
         )
     if config.model_type in ("bloom", "mpt"):
-        return ", since its attention adds a bias for every distance (ALiBi), which masks here do not carry"
+        return f", since {ALIBI}"
     if type(config) in classes and classes[type(config)]._is_stateful:
         return ", since its layers keep a recurrent state, which cannot be rolled back when a draft is rejected"
     return ""

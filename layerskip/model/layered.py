@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from layerskip.model.cache import SharedCache
-from layerskip.model.families import SLIDING_ATTENTION, family_of
+from layerskip.model.devices import device_of
+from layerskip.model.families import ABSENT, SLIDING_ATTENTION, family_of
 from layerskip.model.masks import attention_mask
 from layerskip.model.placement import Placement
 
@@ -35,8 +37,9 @@ class RotaryTables:
 class LayeredModel:
     """Runs a transformers causal LM in spans of layers, through its own modules, changing nothing in it.
 
-    `embed`, `run` and `logits` are the whole interface, with `place` for prompts that come embedded. Layers are counted
-    from 1: `run(hidden, 0, E, …)` executes layers 1..E, and its output is what transformers calls `hidden_states[E]`.
+    `embed`, `run` and `logits` are the whole interface, with `place` for prompts that come embedded, and `normed` for
+    those who multiply with a part of the head. Layers are counted from 1: `run(hidden, 0, E, …)` executes layers 1..E,
+    and its output is what transformers calls `hidden_states[E]`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,12 +81,20 @@ class LayeredModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        device: torch.device = self.embedding.weight.device
-        hook = vars(self.embedding).get("_hf_hook")
-        if device.type == "meta" and hook is not None:
-            # accelerate has offloaded the weight, and brings it there while the module runs.
-            return torch.device(hook.execution_device)
-        return device
+        return device_of(self.embedding, self.embedding.weight)
+
+    @property
+    def ends(self) -> list[nn.Module]:
+        """The modules before and behind the layers that the model has: embeddings, projections, norm and head."""
+        parts = (
+            self.embedding,
+            self.project_in,
+            self.position_embedding,
+            self.norm,
+            self.project_out,
+            self.head,
+        )
+        return [part for part in parts if part is not None and part is not ABSENT]
 
     def check_length(self, tokens: int, made: Sequence[int] = (0,)) -> None:
         """Checks that `tokens` positions can be held by the model.
@@ -104,28 +115,28 @@ class LayeredModel:
                     "shorten the prompt or lower max_new_tokens."
                 )
             return
-        for name, parameters in self._rope_parameters().items():
+        for parameters in self._rope_parameters():
             kind = parameters["rope_type"]
             # longrope switches tables at a length of its own, dynamic at the longest that the model was made for.
             original = parameters["original_max_position_embeddings"] if kind == "longrope" else limit
             if kind == "dynamic" and tokens > original:
                 raise ValueError(
-                    f"rope_type='dynamic' ({name}) changes its table past {original} tokens, which a shared cache "
-                    f"cannot follow; prompt + max_new_tokens = {tokens} must not pass that."
+                    f"rope_type='dynamic' changes its table past {original} tokens, which a shared cache cannot "
+                    f"follow, but prompt + max_new_tokens = {tokens}; shorten the prompt or lower max_new_tokens."
                 )
             if kind == "longrope" and len({length > original for length in (tokens, *made)}) > 1:
                 raise ValueError(
-                    f"rope_type='longrope' ({name}) changes its table past {original} tokens, which a shared cache "
-                    f"cannot follow; prompt + max_new_tokens = {tokens} must not pass that, unless every prompt, and "
-                    "what a cache holds, is longer already."
+                    f"rope_type='longrope' changes its table past {original} tokens, which a shared cache cannot "
+                    f"follow, but prompt + max_new_tokens = {tokens}; shorten the prompt or lower max_new_tokens, or "
+                    "pass prompts alone, and a cache, that are all longer already."
                 )
 
-    def _rope_parameters(self) -> dict[str, dict[str, Any]]:
-        """Returns the rotary settings for each layer type."""
+    def _rope_parameters(self) -> list[dict[str, Any]]:
+        """Returns the rotary settings that layers have."""
         parameters = self.config.rope_parameters
         if self.family.rotary_by_layer_type:
-            return {layer_type: parameters[layer_type] for layer_type in set(self.layer_types)}
-        return dict.fromkeys(self.layer_types, parameters)
+            return [parameters[layer_type] for layer_type in set(self.layer_types)]
+        return [parameters]
 
     @property
     def has_last_position(self) -> bool:

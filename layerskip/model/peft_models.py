@@ -8,12 +8,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peft import PeftMixedModel, PeftModel
+    from peft import PeftConfig, PeftMixedModel, PeftModel
     from transformers import PreTrainedModel
 
-# Kinds of adapters, by PEFT's name, for which the PEFT model does something at every pass, and what.
-NOT_BY_THEMSELVES = {
-    "POLY": "are mixed by the task ids of each row",
+# Kinds of adapters, by PEFT's name, that stand beside the layers even while they are off, and what they do.
+BESIDE_THE_LAYERS = {
     "SHADOW": "carry a second state from layer to layer",
     "XLORA": "are scaled by a pass of their own before each pass of the model",
 }
@@ -66,17 +65,26 @@ def check_adapters(model: PreTrainedModel) -> None:
                     "set_adapter."
                 )
     active = {name for layer in layers for name in layer.active_adapters}
+    # Where PEFT leaves its configurations; a model without adapters has none.
     for name, config in vars(model).get("peft_config", {}).items():
-        reason = NOT_BY_THEMSELVES.get(config.peft_type)
-        if name in active and config.to_dict().get("alora_invocation_tokens"):
-            reason = "begin where alora_invocation_tokens stand in the prompt"
-        if name in active and config.to_dict().get("sample_at_inference"):
-            reason = "draw random numbers (sample_at_inference=True)"
-        if reason is not None:
+        obstacle = BESIDE_THE_LAYERS.get(config.peft_type) or (_obstacle(config) if name in active else None)
+        if obstacle is not None:
             raise ValueError(
-                f"the adapters {name!r} (peft_type={config.peft_type.value!r}) {reason}, which is not supported in "
+                f"the adapters {name!r} (peft_type={config.peft_type.value!r}) {obstacle}, which is not supported in "
                 f"self-speculative decoding; use {OWN_GENERATE}."
             )
+
+
+def _obstacle(config: PeftConfig) -> str | None:
+    """Returns what adapters do, while they are on, that is no matter of the layers' inputs alone."""
+    settings = config.to_dict()
+    if config.peft_type == "POLY":
+        return "are mixed by the task ids of each row"
+    if settings.get("alora_invocation_tokens"):
+        return "begin where alora_invocation_tokens stand in the prompt"
+    if settings.get("sample_at_inference"):
+        return "draw random numbers (sample_at_inference=True)"
+    return None
 
 
 def _virtual_tokens(model: PeftModel) -> ValueError:

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from layerskip.model.devices import is_dispatched
 from layerskip.model.layered import LayeredModel
-
-# What each would do beside the recipe, and what to set it to.
-UNFIT: dict[str, tuple[str, Any]] = {
-    "output_router_logits": (
-        "the experts' balancing loss is no part of the recipe's, and dropped layers route none",
-        False,
-    ),
-    "layerdrop": ("the model would skip layers by itself, unseen by the exits; p_max is layer dropout here", 0),
-}
 
 
 def check_trainable(layered: LayeredModel) -> None:
@@ -22,18 +12,19 @@ def check_trainable(layered: LayeredModel) -> None:
     Raises:
         ValueError: something does; the message says what to do.
     """
-    parts = layered.model
-    if len({weight.device for weight in parts.parameters()}) > 1 or any(
-        "_hf_hook" in vars(part) for part in parts.modules()
-    ):
+    model, settings = layered.model, layered.config.to_dict()
+    if is_dispatched(model) or len({weight.device for weight in model.parameters()}) > 1:
         raise ValueError(
             "the model is spread over several devices or offloaded (device_map), where its weights are not trained as "
             "a whole; load it onto one device, and shard it with FSDP where it is too large."
         )
-    settings = layered.config.to_dict()
-    for name, (reason, wanted) in UNFIT.items():
-        if settings.get(name):
-            raise ValueError(
-                f"{name}={settings[name]} in the model's configuration does not go with training here: {reason}. Set "
-                f"model.config.{name} to {wanted}."
-            )
+    if settings.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits=True in the model's configuration asks for the experts' balancing loss, which is no "
+            "part of the recipe's and knows nothing of dropped layers; set model.config.output_router_logits to False."
+        )
+    if settings.get("layerdrop"):
+        raise ValueError(
+            f"layerdrop={settings['layerdrop']} in the model's configuration lets the model skip layers by itself, "
+            "unseen by the exits; set model.config.layerdrop to 0, and p_max to what is to be dropped."
+        )

@@ -119,7 +119,8 @@ def refusals(folder: str) -> list[str]:
     """Returns what is said about options that cannot be had."""
     model = loaded(folder)
     said = []
-    for options, settings in (({}, {"max_time": 60.0}), ({"draft_token_ids": torch.arange(9)}, {})):
+    unfit = [({}, {"max_time": 60.0}), ({"draft_token_ids": torch.arange(9)}, {}), ({"compile": True}, {})]
+    for options, settings in unfit:
         engine = Engine(model, exit_layer=kit.EXIT_LAYER, **options)
         with pytest.raises(ValueError) as refused:
             engine.generate(kit.prompt_tensor(), do_sample=False, max_new_tokens=4, **settings)

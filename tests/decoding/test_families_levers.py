@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from layerskip import Engine
 from layerskip.decoding import call
-from layerskip.decoding.compiled import CompiledSettings
+from layerskip.decoding.compiled import CompiledRounds, CompiledSettings
 from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from tests import kit
@@ -48,6 +49,15 @@ def test_every_lever_leaves_the_output_as_it_is(family: str, lever: str) -> None
     result = engine.generate(kit.prompt_tensor(REPEATS), max_new_tokens=NEW)
     assert result.new_token_ids[0] == expected(family, tuple(REPEATS))
     assert result.statistics.drafted > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_graphs_serve_the_calls_that_follow_where_rotary_tables_are_of_another_type(family: str) -> None:
+    """OLMo2 makes them in float32 whatever the weights are."""
+    model = copy.deepcopy(some(family)).bfloat16()
+    rounds = CompiledRounds(LayeredModel(model), CompiledSettings(2, 4, 2, 64))
+    assert rounds.fits(LayeredModel(model), rounds.settings)
+    assert not rounds.fits(LayeredModel(model.float()), rounds.settings)
 
 
 @pytest.mark.parametrize("family", ODD)
@@ -168,7 +178,7 @@ def engine() -> Engine:
 
 def refused(run: Callable[[], Any], tokens: int) -> None:
     """Checks that a call is refused for its length before any layer runs."""
-    message = rf"rope_type='longrope' .* past 16 tokens.*max_new_tokens = {tokens} "
+    message = rf"rope_type='longrope' .* past 16 tokens.*max_new_tokens = {tokens};"
     with kit.counted_layers(longrope()) as counts, pytest.raises(ValueError, match=message):
         run()
     assert counts == [0] * kit.NUM_LAYERS

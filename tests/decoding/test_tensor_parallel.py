@@ -83,9 +83,10 @@ def test_ranks_that_are_left_to_their_own_numbers_draw_others(ranks: list[dict[s
 
 def test_what_ranks_cannot_do_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        max_time, draft_vocab_size = rank["refusals"]
+        max_time, draft_vocab_size, compiled = rank["refusals"]
         assert max_time.startswith("max_time=60.0 is not supported for a tensor parallel model")
         assert draft_vocab_size.startswith("draft_vocab_size=9 takes rows of a head with a plain floating-point weight")
+        assert compiled.startswith("compile=True does not go with a tensor parallel model")
 
 
 def test_one_process_may_limit_its_time(folders: dict[str, str]) -> None:

@@ -168,8 +168,23 @@ def test_a_patched_number_of_layers_is_refused(family: str) -> None:
         Engine(model)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3"])
+def test_layers_that_slide_without_a_window_are_refused_by_name(family: str) -> None:
+    config = CONFIGS[family](use_sliding_window=False, layer_types=["sliding_attention"] * kit.NUM_LAYERS)
+    config.sliding_window = None
+    with pytest.raises(
+        ValueError, match=rf"layer_types of model_type='{family}' has 'sliding_attention', but sliding_w"
+    ):
+        family_of(config)
+
+
 def test_an_unknown_layer_type_is_refused_by_name() -> None:
     model = kit.build(kit.qwen3_config())
     model.config.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"layer_types=\['chunked_attention'\].*qwen3"):
         Engine(model)
+
+
+def test_logits_without_their_scale_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"logit_scale=None .*model_type='cohere'; use model\.generate"):
+        family_of(CONFIGS["cohere"](logit_scale=None))

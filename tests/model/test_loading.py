@@ -321,7 +321,8 @@ def test_a_device_that_is_not_there_is_refused_before_weights_are_read(folder: P
         ("nonsense", ValueError, r"device_map='nonsense' is unknown; allowed are 'auto'"),
         ("cpu", ValueError, r"device_map='cpu' is unknown.*the argument device"),
         (0, TypeError, r"device_map=0 is a int"),
-        ({"": "cuda:99"}, ValueError, r"device_map='cuda:99' is not available here"),
+        ({"": "cuda:99"}, ValueError, r"device_map\[''\]='cuda:99' is not available here"),
+        ({}, ValueError, r"device_map=\{\} places nothing"),
     ],
 )
 def test_a_device_map_that_cannot_be_followed_is_refused_before_weights_are_read(

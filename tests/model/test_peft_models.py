@@ -205,6 +205,16 @@ def test_a_trimmed_draft_head_over_an_adapted_head_is_refused(settings: dict[str
     assert torch.equal(engine.generate(IDS, draft_vocab_size=97, **GREEDY).sequences, expected)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [1, 2]}]
+)
+def test_a_trimmed_draft_head_under_an_adapted_embedding_is_that_of_a_plain_head(settings: dict[str, Any]) -> None:
+    engine = Engine(adapted(lora(**settings)), exit_layer=2, draft_token_ids=torch.arange(0, kit.VOCAB, 2))
+    found = engine.generate(IDS, **GREEDY)
+    assert torch.equal(found.sequences, engine.model.generate(IDS, **GREEDY))
+    assert found.statistics.accepted > 0
+
+
 # Training
 
 
@@ -274,6 +284,9 @@ def test_adapters_that_scale_each_other_by_a_pass_of_their_own(tmp_path: Path, a
 
 @BOTH
 def test_such_adapters_may_be_there_as_long_as_they_are_off(answer: Answer, off: torch.Tensor) -> None:
+    poly = adapted(STATEFUL["Poly"][0]())
+    with poly.disable_adapter():
+        assert torch.equal(by_engine(poly), off)
     model = adapted(lora(alora_invocation_tokens=[3, 3]))
     with model.disable_adapter():
         assert torch.equal(answer(model), off)
