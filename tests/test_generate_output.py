@@ -258,12 +258,13 @@ def test_batches_need_a_token_that_fills_up_rows(run: Generating, prompts: Path,
 
 
 def test_two_ranks_answer_as_one_does(run: Generating, checkpoint: str, prompts: Path, out: Path) -> None:
+    """In processes of their own, which begin in a folder that has nothing to do with the checkout."""
     # Without --multi_gpu the launcher starts one process where there are not several GPUs.
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     arguments = map(str, run.arguments(checkpoint, prompts, "--output", out, "--device", "cpu"))
     command = [sys.executable, *launch, str(PROGRAMS / "generate.py"), *arguments]
-    program = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    program = subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=180, check=False)
     assert program.returncode == 0, program.stderr
     [report] = [json.loads(line) for line in program.stdout.splitlines() if line.startswith('{"answers"')]
     assert (report["answers"], report["already_there"], report["ranks"]) == (5, 0, 2)

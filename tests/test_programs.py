@@ -594,15 +594,3 @@ def test_a_reader_that_stops_early_ends_a_program_quietly(
         options = ["--model", checkpoint, "--exit-layer", "2", "--json", "--prompt", "w1 w5"]
         assert run(monkeypatch, "generate.py", *options) == 0
     assert "error" not in capsys.readouterr().err
-
-
-def test_a_program_runs_from_any_folder(checkpoint: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAMS / "generate.py"), "--model", checkpoint, "--prompt", "w1 w5"]
-    finished = subprocess.run(
-        [*command, "--exit-layer", "2", "--max-new-tokens", "4"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert len(finished.stdout.split()) == 4
