@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +171,22 @@ def print_answers(arguments: argparse.Namespace, asking: Asking) -> None:
 
 def write_answers(arguments: argparse.Namespace, asking: Asking) -> None:
     """Answers the prompts of a file into another one, and reports of it."""
+    rows = prompt_rows(arguments.prompts)
     report = answer_file(
         lambda device: load_engine(arguments.model, ROOT, dtype=arguments.dtype, device=device),
-        prompt_rows(arguments.prompts),
-        AnswerParts(arguments.output),
+        rows,
+        AnswerParts(arguments.output, [row.prompt for row in rows]),
         asking,
         resume=arguments.resume,
         device=arguments.device,
         loading={"dtype": arguments.dtype},
         one_loads_first=arguments.model in ("demo", "demo-base"),
     )
-    if report is not None:
-        print(json.dumps(report.to_dict()))
+    if report is None:
+        return
+    if not report.ranks:
+        print(f"{arguments.output} is whole; with which model and options is not known.", file=sys.stderr)
+    print(json.dumps(report.to_dict()))
 
 
 def run() -> None:

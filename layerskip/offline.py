@@ -100,7 +100,7 @@ class OfflineReport:
         already_there: made by earlier ones.
         tokens: of the answers of this run.
         seconds: that passed from when all ranks were ready.
-        ranks: that took part.
+        ranks: that took part; 0 where the file was whole already.
     """
 
     answers: int
@@ -133,7 +133,7 @@ def answer_file(
     Args:
         load: makes the engine on a device.
         rows: the prompts.
-        parts: where answers go.
+        parts: where answers to just these prompts go.
         asking: how prompts are asked.
         resume: go on with what is there.
         device: of all ranks; by default each has the CUDA device of its number, or the CPU where there is none.
@@ -148,46 +148,53 @@ def answer_file(
         TypeError, ValueError: answers cannot go there, what is there is of another run, or a prompt cannot be answered,
             which is named.
     """
-    texts = [row.prompt for row in rows]
-    if parts.check_place(texts, resume=resume):
-        return OfflineReport(answers=0, already_there=len(rows))
     settings = {
-        "prompts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        "prompts": hashlib.sha256(json.dumps(parts.prompts).encode()).hexdigest(),
         "chat": asking.chat,
         "seed": asking.seed,
         **loading,
         **asking.options,
     }
-    parts.check_settings(settings)
     from accelerate import PartialState
 
     # Ranks only wait for each other: by gloo without CUDA, and where they may share a device.
     state = PartialState(cpu=device is not None or not torch.cuda.is_available(), timeout=PATIENCE)
+    whole = OfflineReport(answers=0, already_there=len(rows), ranks=0) if state.is_main_process else None
+    # What can be told before the model is loaded.
+    if parts.check_place(resume=resume):
+        return whole
+    parts.check_settings(settings)
     with state.main_process_first() if one_loads_first else nullcontext():
         engine = load(device or state.device)
     settings["model"] = fingerprint(engine.model)
-    parts.check_settings(settings)
-    prompts = asking.prompts(engine, texts)
-    done = parts.answers()
-    left = [index for index in _longest_first(engine, rows, prompts) if index not in done]
-    # All have read what is there before anything is written.
-    state.wait_for_everyone()
-    if state.is_main_process:
-        parts.begin(settings)
-    state.wait_for_everyone()
-    start = time.perf_counter()
-    share = left[state.process_index :: state.num_processes]
-    with tqdm(total=len(share), desc="Answering", unit="prompt", disable=not state.is_main_process) as bar:
-        for answers in _answers(engine, rows, prompts, share, asking):
-            parts.add(state.process_index, answers)
-            bar.update(len(answers))
-    state.wait_for_everyone()
-    report = None
-    if state.is_main_process:
-        seconds = time.perf_counter() - start
-        merged = parts.merge(len(rows))
-        tokens = sum(len(merged[index]["token_ids"]) for index in left)
-        report = OfflineReport(len(left), len(done), tokens, seconds, state.num_processes)
+    prompts = asking.prompts(engine, parts.prompts)
+    order = _longest_first(engine, rows, prompts)
+    with parts.held() if state.is_main_process else nullcontext():
+        state.wait_for_everyone()
+        # Another run may have been here meanwhile.
+        if parts.check_place(resume=resume):
+            return whole
+        parts.check_settings(settings)
+        done = parts.answers()
+        left = [index for index in order if index not in done]
+        # All have read what is there before anything is written.
+        state.wait_for_everyone()
+        if state.is_main_process:
+            parts.begin(settings)
+        state.wait_for_everyone()
+        start = time.perf_counter()
+        share = left[state.process_index :: state.num_processes]
+        with tqdm(total=len(share), desc="Answering", unit="prompt", disable=not state.is_main_process) as bar:
+            for answers in _answers(engine, rows, prompts, share, asking):
+                parts.add(state.process_index, answers)
+                bar.update(len(answers))
+        state.wait_for_everyone()
+        report = None
+        if state.is_main_process:
+            seconds = time.perf_counter() - start
+            merged = parts.merge()
+            tokens = sum(len(merged[index]["token_ids"]) for index in left)
+            report = OfflineReport(len(left), len(done), tokens, seconds, state.num_processes)
     state.destroy_process_group()
     return report
 

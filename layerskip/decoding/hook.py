@@ -115,6 +115,7 @@ def self_speculative(
     def decode(model: PreTrainedModel, *arguments: Any, **keywords: Any) -> torch.Tensor | SelfSpeculativeOutput:
         engine = Engine(
             model,
+            tokenizer,
             exit_layer=exit_layer,
             num_draft_tokens=num_draft_tokens,
             draft_vocab_size=draft_vocab_size,

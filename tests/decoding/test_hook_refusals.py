@@ -213,3 +213,11 @@ def test_what_is_no_causal_language_model_of_a_supported_family_is_refused() -> 
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=4, state_size=4)).eval()
     with pytest.raises(ValueError, match="mamba"):
         ours(model, kit.prompt_tensor(), max_new_tokens=4)
+
+
+def test_a_tokenizer_of_another_kind_is_refused_before_any_layer_runs() -> None:
+    model = kit.l4()
+    decode = layerskip.self_speculative(exit_layer=2, tokenizer=5, stop_strings="w1")  # type: ignore[arg-type]
+    with kit.counted_layers(model) as counts, pytest.raises(TypeError, match="tokenizer is a int; pass what AutoTok"):
+        model.generate(kit.prompt_tensor(), max_new_tokens=4, do_sample=False, custom_generate=decode)
+    assert counts == [0] * kit.NUM_LAYERS
