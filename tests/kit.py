@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,6 +162,13 @@ def without_cache(model: PreTrainedModel, tokens: list[int], max_new_tokens: int
     for _ in range(max_new_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(tokens) :]
+
+
+@torch.no_grad()
+def is_greedy(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether `without_cache` would give these tokens, by one pass over all of them."""
+    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(-1).tolist() == list(tokens)
 
 
 @contextmanager

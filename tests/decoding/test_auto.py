@@ -60,22 +60,29 @@ def counted(model: PreTrainedModel) -> Iterator[Work]:
             handle.remove()
 
 
+@cache
+def untrained(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Returns a model and what plain decoding says, having checked its work; tests share both."""
+    model = UNTRAINED[name]()
+    with counted(model) as plain:
+        expected = Engine(model).generate(kit.prompt_tensor(), max_new_tokens=LONG, strategy="autoregressive")
+    assert plain == Work([len(kit.PROMPT) + LONG - 1] * model.config.num_hidden_layers, LONG)
+    return model, expected.sequences
+
+
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_an_untrained_model_costs_next_to_nothing_more(name: str, table: str) -> None:
     """By the table, rows of the head for scoring included; where no exit is ever right also by the layers' tokens."""
-    model = UNTRAINED[name]()
+    model, expected = untrained(name)
     layers = model.config.num_hidden_layers
     costs = TABLES[table](layers)
     engine = Engine(model, exit_layer="auto", cost_table=costs)
-    with counted(model) as plain:
-        expected = engine.generate(kit.prompt_tensor(), max_new_tokens=LONG, strategy="autoregressive")
-    assert plain == Work([len(kit.PROMPT) + LONG - 1] * layers, LONG)
     with counted(model) as auto:
         result = engine.generate(kit.prompt_tensor(), max_new_tokens=LONG)
-    assert torch.equal(result.sequences, expected.sequences)
-    passed = (sum(auto.layers) - sum(plain.layers)) / layers
-    rows = auto.head - plain.head
+    assert torch.equal(result.sequences, expected)
+    passed = sum(auto.layers) / layers - (len(kit.PROMPT) + LONG - 1)
+    rows = auto.head - LONG
     assert rows > 0
     (tally,) = result.statistics.tallies
     seconds, in_rounds = 0.0, 0

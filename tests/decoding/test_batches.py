@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -76,8 +77,10 @@ def counts_of(statistics: Statistics) -> dict[str, Any]:
 # Greedy decoding
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
-@pytest.mark.parametrize(("family", "grade"), GRADED)
+@pytest.mark.parametrize(
+    ("family", "grade", "num_draft_tokens"),
+    [*((*graded, 4) for graded in GRADED), ("llama", "some", 1), ("gemma2", "none", 1), ("gpt2", "all", 1)],
+)
 def test_each_row_is_decoded_as_if_it_were_alone(family: str, grade: str, num_draft_tokens: int) -> None:
     """Tokens, ends and counted work; padded on either side; the rows end at different steps."""
     model = kit.graded(family, grade)
@@ -267,19 +270,26 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_processors_see_what_generate_shows_them_in_a_padded_batch(family: str, name: str) -> None:
+@cache
+def ended(family: str) -> tuple[PreTrainedModel, list[int], torch.Tensor]:
+    """Returns a model, tokens at which its rows end, and what it says without processors."""
     model = kit.graded(family, "some")
-    options = PROCESSORS[name]
-    batch = padded()
-    ends = scattering_ends(referenced(model, batch)[:, WIDTH:].tolist())
-    options = {**options, "eos_token_id": ends}
+    ends = scattering_ends(referenced(model, padded())[:, WIDTH:].tolist())
+    return model, ends, referenced(model, padded(), eos_token_id=ends)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in PROCESSORS), ("gemma2", "all of a row's ids"), ("gpt2", "all of a row's ids")],
+)
+def test_processors_see_what_generate_shows_them_in_a_padded_batch(family: str, name: str) -> None:
+    model, ends, unprocessed = ended(family)
+    batch, options = padded(), {**PROCESSORS[name], "eos_token_id": ends}
     expected = referenced(model, batch, **options)
     engine = Engine(model, exit_layer=2)
     result = engine.generate(**batch, max_new_tokens=BUDGET, pad_token_id=0, **options)
     assert torch.equal(result.sequences, expected)
-    assert not torch.equal(expected, referenced(model, batch, eos_token_id=ends))
+    assert not torch.equal(expected, unprocessed)
     # As documented, rows that are padded on the right are shown as if they were padded on the left.
     turned = engine.generate(**padded("right"), max_new_tokens=BUDGET, pad_token_id=0, **options)
     assert turned.new_token_ids == result.new_token_ids
@@ -301,10 +311,10 @@ def test_ids_that_a_caller_pads_with_on_the_left_are_shown_as_they_are(processor
 
 def test_ids_that_a_caller_pads_with_change_nothing_where_nothing_looks_at_them() -> None:
     engine = Engine(kit.mixed(), exit_layer=2)
-    expected = engine.generate(**padded(), max_new_tokens=BUDGET).new_token_ids
+    expected = engine.generate(**padded(), max_new_tokens=8).new_token_ids
     for side in ("left", "right"):
         for filler in (83, -100, 10_000):
-            result = engine.generate(**padded(side, filler), max_new_tokens=BUDGET)
+            result = engine.generate(**padded(side, filler), max_new_tokens=8)
             assert result.new_token_ids == expected
             assert torch.equal(result.sequences[:, :WIDTH], padded(side, filler)["prompts"])
 

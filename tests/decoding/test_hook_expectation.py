@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,16 +66,18 @@ EXPECTATION = {
 }
 
 
-def in_type(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model of its own in a format."""
-    return kit.graded(family, "some").to(dtype)
+@cache
+def in_type(family: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """Returns a model in a format, and what plain `generate` gives; tests share both."""
+    model = kit.graded(family, "some").to(dtype)
+    return model, plain(model, PADDED, **EXPECTATION)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_greedy_decoding_or_scores_tie(family: str, dtype: torch.dtype) -> None:
-    model = in_type(family, dtype)
-    expected, given = plain(model, PADDED, **EXPECTATION), ours(model, PADDED, **EXPECTATION)
+    model, expected = in_type(family, dtype)
+    given = ours(model, PADDED, **EXPECTATION)
     assert unexplained(expected, given, 10, TOLERANCES[dtype]) == []
     if dtype == torch.float32:
         assert torch.equal(given.sequences, expected.sequences)
@@ -98,12 +101,10 @@ def perturbed(layer: torch.nn.Module, row: int) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize(("place", "dtype"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_flags_the_row_whose_layer_output_is_wrong(family: str, place: int, dtype: torch.dtype) -> None:
-    model = in_type(family, dtype)
-    expected = plain(model, PADDED, **EXPECTATION)
+    model, expected = in_type(family, dtype)
     with perturbed(kit.layers_of(model)[place], 1):
         given = ours(model, PADDED, **EXPECTATION)
     assert unexplained(expected, given, 10, TOLERANCES[dtype]) == [1]
@@ -123,8 +124,7 @@ def test_the_check_flags_the_row_of_which_one_cached_token_is_wrong(
             values[2, :, 9] = 3.0
         return keys, values
 
-    model = in_type(family, dtype)
-    expected = plain(model, PADDED, **EXPECTATION)
+    model, expected = in_type(family, dtype)
     monkeypatch.setattr(SharedCacheLayer, "update", corrupted)
     given = ours(model, PADDED, **EXPECTATION)
     assert unexplained(expected, given, 10, TOLERANCES[dtype]) == [2]

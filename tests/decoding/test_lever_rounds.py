@@ -70,8 +70,16 @@ def test_rounds_of_all_kinds_by_turns_accept_all_that_a_right_exit_drafts(cells:
         }
 
 
-@pytest.mark.parametrize("cells", MIXED_ROUNDS)
-@pytest.mark.parametrize("name", ["mixed", "rejected", "l4", "gemma2 some"])
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        *(("mixed", cells) for cells in MIXED_ROUNDS),
+        ("rejected", "3, then twice none"),
+        ("rejected", "deep to shallow"),
+        ("gemma2 some", "exits 2, 3, plain"),
+        ("gemma2 some", "deep to shallow"),
+    ],
+)
 def test_rounds_of_all_kinds_by_turns_equal_generate(name: str, cells: str) -> None:
     for prompts in ([REPEATS[:9]], PROMPTS):
         run = rounds_of(model_of(name), MIXED_ROUNDS[cells], prompts)
@@ -95,9 +103,7 @@ def events(
     return [(event.token_ids, event.accepted) for event in stream]
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"exit_layer": "auto"}, {"exit_layer": "auto", "copy_ngrams": "checked"}], ids=str
-)
+@pytest.mark.parametrize("more", [{}, {"exit_layer": "auto", "copy_ngrams": "checked"}], ids=str)
 @pytest.mark.parametrize("seed", [None, 0])
 def test_the_same_seed_and_table_give_the_same_rounds(seed: int | None, more: dict[str, Any]) -> None:
     arguments = more if seed is None else {**more, "seed": seed}

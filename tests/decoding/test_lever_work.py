@@ -74,17 +74,17 @@ def test_rows_of_a_batch_cost_the_same_each_and_padding_beside(options: dict[str
         assert total.padding_tokens > 0
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 7])
-def test_cut_rounds_count_as_in_plain_rounds(max_new_tokens: int) -> None:
+@pytest.mark.parametrize(("max_new_tokens", "end"), [(1, None), (2, None), (3, None), (7, None), (7, 4)])
+def test_cut_rounds_count_as_in_plain_rounds(max_new_tokens: int, end: int | None) -> None:
     """Also where an EOS token stands among accepted drafts."""
+    eos = None if end is None else plain("identical", tuple(REPEATS))[end]
     for options in NEW_COMBINATIONS:
-        for eos in (None, plain("identical", tuple(REPEATS))[4]):
-            statistics = (
-                engine_of(model_of("identical"), options)
-                .generate(kit.prompt_tensor(REPEATS), max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=0)
-                .statistics
-            )
-            assert statistics.emitted == 1 + statistics.accepted + statistics.rounds - statistics.cut
+        statistics = (
+            engine_of(model_of("identical"), options)
+            .generate(kit.prompt_tensor(REPEATS), max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=0)
+            .statistics
+        )
+        assert statistics.emitted == 1 + statistics.accepted + statistics.rounds - statistics.cut
 
 
 def test_what_copies_pass_in_vain_is_what_verification_does_not_see() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from tests.decoding.levers_kit import (
 
 @combinations
 def test_one_row_equals_generate(options: dict[str, Any], table: str) -> None:
-    for name in ("l4", "mixed", "identical", "rejected", "looping", "gemma2 some"):
+    for name in ("mixed", "identical", "looping"):
         result = engine_of(model_of(name), options, table).generate(kit.prompt_tensor(REPEATS), max_new_tokens=NEW)
         assert result.new_token_ids[0] == plain(name, tuple(REPEATS)), name
 
@@ -45,8 +46,9 @@ def test_rows_of_different_lengths_equal_generate(options: dict[str, Any], table
 
 @some_combinations
 def test_every_model_equals_generate_row_by_row(options: dict[str, Any], table: str) -> None:
+    """Those of `test_rows_of_different_lengths_equal_generate` aside."""
     ids, mask = padded(PROMPTS)
-    for name in BUILDERS:
+    for name in BUILDERS.keys() - {"mixed", "looping"}:
         engine = engine_of(model_of(name), options, table)
         result = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
         for row, prompt in enumerate(PROMPTS):
@@ -67,22 +69,37 @@ def test_rows_end_with_eos_as_generate_ends_them(options: dict[str, Any], table:
         assert all(tokens.index(eos) == len(tokens) - 1 for tokens in result.new_token_ids if eos in tokens)
 
 
-PROCESSED: dict[str, dict[str, Any]] = {
-    "repetition penalty": {"repetition_penalty": 1.4},
-    "no repeated trigram": {"no_repeat_ngram_size": 3},
-    "both, and bad words": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "bad_words_ids": [[3], [7, 52]]},
+PROCESSED: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "pad_token_id": 0,
+    "repetition_penalty": 1.4,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3], [7, 52]],
 }
 
 
-@pytest.mark.parametrize("processed", PROCESSED)
+@cache
+def processed_plain(name: str) -> torch.Tensor:
+    """What `generate` gives for the batch with the processors of `PROCESSED`."""
+    ids, mask = padded(PROMPTS)
+    return kit.reference(model_of(name), ids, attention_mask=mask, **PROCESSED)
+
+
 @some_combinations
-def test_processed_scores_give_generates_tokens(options: dict[str, Any], table: str, processed: str) -> None:
+def test_processed_scores_give_generates_tokens(options: dict[str, Any], table: str) -> None:
     ids, mask = padded(PROMPTS)
     for name in ("mixed", "looping"):
-        arguments = {"max_new_tokens": NEW, "pad_token_id": 0, **PROCESSED[processed]}
-        expected = kit.reference(model_of(name), ids, attention_mask=mask, **arguments)
-        result = engine_of(model_of(name), options, table).generate(ids, attention_mask=mask, **arguments)
-        assert torch.equal(result.sequences, expected), name
+        result = engine_of(model_of(name), options, table).generate(ids, attention_mask=mask, **PROCESSED)
+        assert torch.equal(result.sequences, processed_plain(name)), name
+
+
+@some_combinations
+def test_the_hook_gives_generates_tokens(options: dict[str, Any], table: str) -> None:
+    ids, mask = padded(PROMPTS)
+    for name in ("mixed", "looping"):
+        hook = layerskip.self_speculative(cost_table=TABLES[table], **options)
+        given = model_of(name).generate(ids, custom_generate=hook, attention_mask=mask, **PROCESSED)
+        assert torch.equal(given, processed_plain(name)), name
 
 
 @some_combinations
@@ -93,9 +110,8 @@ def test_a_trimmed_draft_head_gives_generates_tokens(options: dict[str, Any], ta
         ids = torch.tensor(list(dict.fromkeys([*emitted[::2], *range(20)])))
         engine = engine_of(model_of(name), options, table, draft_token_ids=ids)
         assert engine.generate(kit.prompt_tensor(REPEATS), max_new_tokens=NEW).new_token_ids[0] == emitted, name
-        expected = kit.reference(model_of(name), kit.prompt_tensor(REPEATS), NEW, repetition_penalty=1.4)
         result = engine.generate(kit.prompt_tensor(REPEATS), max_new_tokens=NEW, repetition_penalty=1.4)
-        assert torch.equal(result.sequences, expected), name
+        assert result.new_token_ids[0] == plain(name, tuple(REPEATS), repetition_penalty=1.4), name
 
 
 @some_combinations
@@ -121,16 +137,6 @@ def test_stopping_criteria_and_scores_are_as_generates(options: dict[str, Any], 
     assert result.scores is not None and result.logits is not None
     torch.testing.assert_close(torch.stack(result.scores), torch.stack(expected.scores), atol=1e-4, rtol=0)
     torch.testing.assert_close(torch.stack(result.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
-
-
-@some_combinations
-def test_the_hook_gives_generates_tokens(options: dict[str, Any], table: str) -> None:
-    ids, mask = padded(PROMPTS)
-    for name in ("mixed", "looping"):
-        arguments = {"attention_mask": mask, "max_new_tokens": NEW, "repetition_penalty": 1.1, "pad_token_id": 0}
-        hook = layerskip.self_speculative(cost_table=TABLES[table], **options)
-        given = model_of(name).generate(ids, custom_generate=hook, **arguments)
-        assert torch.equal(given, kit.reference(model_of(name), ids, **arguments)), name
 
 
 @some_combinations

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip import Engine, Statistics
@@ -41,6 +41,8 @@ NAMES = [
     "decode_tokens_per_second",
 ]
 
+# An identity that is wrong fails in nearly every example.
+few = settings(max_examples=40)
 # What a round may come to: (drafted, accepted), the latter never larger.
 outcome = st.integers(0, 5).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
 rounds = st.lists(outcome, max_size=12)
@@ -59,6 +61,7 @@ def statistics_of(*rows: list[tuple[int, int]]) -> Statistics:
 # From tallies
 
 
+@few
 @given(rounds, rounds)
 def test_totals_are_sums_over_rows(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     together, one, other = statistics_of(first, second), statistics_of(first), statistics_of(second)
@@ -66,6 +69,7 @@ def test_totals_are_sums_over_rows(first: list[tuple[int, int]], second: list[tu
         assert getattr(together, name) == getattr(one, name) + getattr(other, name)
 
 
+@few
 @given(rounds, rounds)
 def test_rates_follow_from_the_totals(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     figures = statistics_of(first, second)
@@ -73,6 +77,7 @@ def test_rates_follow_from_the_totals(first: list[tuple[int, int]], second: list
     assert figures.mean_acceptance_length == ((figures.emitted - 2) / figures.rounds if figures.rounds else None)
 
 
+@few
 @given(rounds)
 def test_histogram_counts_every_round_and_every_accepted_draft(outcomes: list[tuple[int, int]]) -> None:
     figures = statistics_of(outcomes)
@@ -81,6 +86,7 @@ def test_histogram_counts_every_round_and_every_accepted_draft(outcomes: list[tu
     assert list(figures.acceptance_histogram) == sorted(figures.acceptance_histogram)
 
 
+@few
 @given(rounds)
 def test_acceptance_by_position_equals_the_definition(outcomes: list[tuple[int, int]]) -> None:
     rates = acceptance_by_position(Counter(outcomes))
@@ -131,6 +137,7 @@ def test_seconds_name_every_phase_even_where_none_was_spent() -> None:
 # Several calls
 
 
+@few
 @given(st.lists(st.lists(rounds, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_calls_together_are_one_call_of_all_their_rows(calls: list[list[list[tuple[int, int]]]]) -> None:
     """Not a mean of rates: a call that drafted four once and one that drafted one often count by their rounds."""
