@@ -162,6 +162,7 @@ def answer_file(
     whole = OfflineReport(answers=0, already_there=len(rows), ranks=0) if state.is_main_process else None
     # What can be told before the model is loaded.
     if parts.check_place(resume=resume):
+        state.destroy_process_group()
         return whole
     parts.check_settings(settings)
     with state.main_process_first() if one_loads_first else nullcontext():
@@ -173,6 +174,7 @@ def answer_file(
         state.wait_for_everyone()
         # Another run may have been here meanwhile.
         if parts.check_place(resume=resume):
+            state.destroy_process_group()
             return whole
         parts.check_settings(settings)
         done = parts.answers()

@@ -1,6 +1,6 @@
 r"""Exports what a run with adapters learned: half the size, without its base model and without names of this machine.
 
-    python training/export_difference.py runs/commands --out inference/checkpoints/smollm2-135m-commands \\
+    python training/export_difference.py runs/commands --out inference/checkpoints/smollm2-135m-commands \
         --base demo-base --exit-layer 3 --num-draft-tokens 6 --draft-vocab-size 4096
 
 The exit layer and the draft length are those that the checkpoint recommends; `inference/evaluate.py` and

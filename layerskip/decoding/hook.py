@@ -18,7 +18,7 @@ from layerskip.decoding.options import check_supported
 from layerskip.decoding.plan import Wishes
 from layerskip.decoding.statistics import Statistics
 from layerskip.model.dynamic_cache import write_dynamic_cache
-from layerskip.model.readiness import check_ready
+from layerskip.model.readiness import check_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,7 +128,8 @@ def self_speculative(
             graphs=graphs,
         )
         plan = engine.plan("self_speculative", Wishes())
-        check_ready(model)
+        # The engine has looked at the layers.
+        check_mode(model)
         handover = Handover.take(model, *arguments, **keywords)
         check_supported(handover.config)
         layered = engine.layered

@@ -21,14 +21,23 @@ def check_layers(model: PreTrainedModel) -> None:
     check_quantization(model)
 
 
-def check_ready(model: PreTrainedModel) -> None:
-    """Checks that a model can generate: its layers, and that no part is in train mode, where outputs are random.
+def check_mode(model: PreTrainedModel) -> None:
+    """Checks that no part of a model is in train mode, where its outputs are random.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: one is.
     """
     if any(module.training for module in model.modules()):
         raise ValueError(
             "the model, or a part of it, is in train mode, where its outputs are random; call model.eval()."
         )
+
+
+def check_ready(model: PreTrainedModel) -> None:
+    """Checks that a model can generate as it is now: its mode and its layers.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    check_mode(model)
     check_layers(model)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from layerskip.training.exit_settings import ExitSettings
 from layerskip.training.objective import exit_objective
 from tests import kit
 from tests.decoding.levers_kit import PROMPTS, TABLES, padded
+from tests.model.placed_kit import BUILDERS, whole
 
 NEW = 12
 IDS = torch.arange(0, kit.VOCAB, 2)
@@ -37,20 +37,6 @@ def from_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     parts = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "disk")
     device_map = {**layers, **parts, "model.rotary_emb": "cpu"}
     return AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=folder / "offload")
-
-
-BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": kit.mixed,
-    "tied": lambda: kit.mixed(tie_word_embeddings=True),
-    "gemma2": lambda: kit.graded("gemma2", "some"),
-    "gpt2": lambda: kit.build(kit.gpt2_config()),
-}
-
-
-@cache
-def whole(family: str) -> PreTrainedModel:
-    """A model in memory."""
-    return BUILDERS[family]()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from layerskip.model.draft_head import DraftHead
 from layerskip.model.layered import LayeredModel
 from tests import kit
 from tests.decoding.levers_kit import PROMPTS, TABLES, padded
+from tests.model.placed_kit import BUILDERS, whole
 
 CPU = torch.device("cpu")
 DEVICE = torch.Tensor.device.__get__
@@ -166,20 +166,6 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     device_map = {part: f"cuda:{index}" for index, part in enumerate(parts)}
     device_map["lm_head"] = "cuda:0" if model.config.tie_word_embeddings else "cuda:9"
     return dispatch_model(model, device_map, main_device="cuda:0", skip_keys=model._skip_keys_device_placement)
-
-
-BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": kit.mixed,
-    "tied": lambda: kit.mixed(tie_word_embeddings=True),
-    "gemma2": lambda: kit.graded("gemma2", "some"),
-    "gpt2": lambda: kit.build(kit.gpt2_config()),
-}
-
-
-@cache
-def whole(family: str) -> PreTrainedModel:
-    """A model in one place."""
-    return BUILDERS[family]()
 
 
 @pytest.fixture(scope="module")
